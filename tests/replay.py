@@ -32,12 +32,8 @@ class Recording(NamedTuple):
     phi_D: dict[str, Tensor]
     dtype: torch.dtype
 
-    @property
-    def loss_D(self) -> Any:
-        return partial(downstream_loss, self.backbone)
 
-
-def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float = 0.75) -> Recording:
+def recording(rec: Recorded, source: Recorded | None = None) -> Recording:
     """Backbone, decoder, θ, φ_P and φ_D of a run under fixtures/official."""
     m, source = rec.meta, source or rec
     dtype = torch.float32 if m.get("dtype") == "torch.float32" else torch.float64
@@ -53,7 +49,7 @@ def recording(rec: Recorded, source: Recorded | None = None, mask_ratio: float =
     if source.group("decoder"):  # recordings of PEFT have none
         decoder.load_state_dict(source.group("decoder"))
     backbone = Backbone(vit.to(dtype).requires_grad_(False))
-    task = MAE(backbone, decoder.to(dtype), mask_ratio)
+    task = MAE(backbone, decoder.to(dtype))
     lora = source.group("lora_init")
     blocks = [f"blocks.{i}.attn.qkv" for i in range(arch.depth)]
     names = [f"{block}.{x}.lora_{f}" for block in blocks for x in "qv" for f in "AB"]
@@ -92,10 +88,6 @@ def state_of(r: Recording) -> State:
 Steps = namedtuple("Steps", "alternations lower_steps upper_steps lam")  # what Algorithm 1 reads
 
 
-def steps_of(m: dict[str, Any]) -> Any:
-    return Steps(m["T"], m["NL"], m["NU"], m["lam"])
-
-
 def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
     """θ (K, 4 r dim) of the recorded order: per layer A_q (r, dim), B_q (dim, r), A_v, B_v."""
     if flat.ndim > 1:
@@ -104,11 +96,6 @@ def to_theta(flat: Tensor, depth: int, dim: int) -> Tensor:
     A_q, A_v = (A.unflatten(-1, (-1, dim)) for A in (A_q, A_v))
     B_q, B_v = (B.unflatten(-1, (dim, -1)).mT for B in (B_q, B_v))
     return torch.stack([A_q, B_q, A_v, B_v], 1).flatten(1)
-
-
-def head_flat(phi: dict[str, Tensor]) -> Tensor:
-    """Recorded order of a head: weight, bias."""
-    return torch.cat([phi["weight"].flatten(), phi["bias"]])
 
 
 def lower_batches(r: Recording) -> Iterator[Batch]:
@@ -149,13 +136,16 @@ def follow(
 ) -> list[Log]:
     """Run Algorithm 1 as recorded; both θ and φ_D of each alternation and every q are the same."""
     rec, K, dim = r.rec, r.arch.depth, r.arch.dim
-    s, logs = state_of(r), []
-    inputs = s, steps_of(rec.meta), r.task, r.loss_D, spy, pretext, upper_batches(r), passes
+    m, s, logs = rec.meta, state_of(r), []
+    steps: Any = Steps(m["T"], m["NL"], m["NU"], m["lam"])
+    loss_D = partial(downstream_loss, r.backbone)
+    inputs = s, steps, r.task, loss_D, spy, pretext, upper_batches(r), passes
     for t, log in enumerate(algorithm_1(*inputs)):
         logs.append(log)
         close(s.theta_P, to_theta(rec["lora_lower_after"][t], K, dim), tolerance)
         close(s.theta_D, to_theta(rec["lora_upper_after"][t], K, dim), tolerance)
-        close(head_flat(s.phi_D), rec["head_after"][t], tolerance)
-    assert s.done == len(logs) == rec.meta["T"]
+        head = torch.cat([s.phi_D["weight"].flatten(), s.phi_D["bias"]])
+        close(head, rec["head_after"][t], tolerance)
+    assert s.done == len(logs) == m["T"]
     close(torch.stack(spy.q), to_theta(rec["hypergrad"], K, dim), tolerance)
     return logs

@@ -11,7 +11,7 @@ from torchvision import datasets as tv
 from toy import refusal
 
 from config import OMNIGLOT, AlignConfig
-from data import SPLITS, Pool, Task
+from data import SPLITS, Task
 from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
 from support.errors import UsageError
 
@@ -141,19 +141,15 @@ def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_a_pool_is_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
-    def pool(name: str) -> Pool:
-        return open_pool(name, tmp_path)
-
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="is no folder"):  # validation is no pool
-        pool("imagenet")
-    with pytest.raises(UsageError, match="is no folder"):
-        pool(f"folder:{tmp_path}/empty")
+    for name in ("imagenet", f"folder:{tmp_path}/empty"):  # validation is no pool
+        with pytest.raises(UsageError, match="is no folder"):
+            open_pool(name, tmp_path)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):
-        assert [path.name for path in pool(name).images] == files
+        assert [path.name for path in open_pool(name, tmp_path).images] == files
 
 
 @pytest.mark.usefixtures("elsewhere")

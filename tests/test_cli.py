@@ -234,6 +234,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{FIRST} --pool quilts --dataset ./small", 2, "b"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
+    ("finetune --backbone vit_mini --dataset quilts --weights aligned", 2, "pretrain run"),
     ("aling", 2, "align"),
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),

@@ -195,6 +195,8 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad: .*mfac"),
         (AlignConfig, {"backbone": "vit_b"}, "--backbone: .*b16"),
         (AlignConfig, {"backbone": "timm:a", "pretext": "ijepa"}, "ijepa.*timm:a has no head"),
+        (AlignConfig, {"backbone": "timm:a", "decoder": "checkpoint"}, "decoder checkpoint"),
+        (AlignConfig, {"backbone": "timm:"}, "--backbone: "),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (FinetuneConfig, {"lr": ""}, "--lr"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),

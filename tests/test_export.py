@@ -13,39 +13,33 @@ from conftest import close
 from quilts import quilts
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from toy import contents, done, refusal, save_by_class
+from toy import contents, done, finetune_line, refusal, save_by_class
 
-from config import Arch, FinetuneConfig
+from config import BACKBONES, Arch, FinetuneConfig
 from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
 from lora import Backbone, features, init_head, init_norm, init_theta, logits
-from mae import Decoder
+from mae import Decoder, split_state
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, build_vit
 from support.results import AdapterInfo
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 SIZES: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
 ARCH = Arch(32, 3, 4, 32, 8)
 IMAGES = torch.randn(5, 3, 32, 32, generator=rng(2, "x"))
 
 
-@pytest.fixture
-def theta() -> Tensor:
-    return init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512, generator=rng(1, "x"))
-
-
 @pytest.mark.parametrize("class_token", [True, False])
-def test_peft_and_timm_predict_what_ours_does(
-    theta: Tensor, tmp_path: Path, class_token: bool
-) -> None:
+def test_peft_and_timm_predict_what_ours_does(tmp_path: Path, class_token: bool) -> None:
     """Opened from files by HF peft's own loader, on a plain timm model, and by timm.
 
     Without a class token the head has a BatchNorm, which is exported as part of a linear layer.
     """
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
+    theta = init_theta(3, 4, 32, rng(0, "x")) + 0.1 * torch.randn(3, 512)
     arch = ARCH._replace(class_token=class_token)
     ours = Backbone(build_vit(arch), 1.5)
     phi_D = init_head(32, 7, rng(3, "x")) | ({} if class_token else init_norm(32)[0])
@@ -74,28 +68,16 @@ def test_peft_and_timm_predict_what_ours_does(
     close(merged(IMAGES), expected, 1e-5)
 
 
-@pytest.fixture
-def made(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs `aligned` and `with`, copied to where the test works."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("aligned", "with"):
-        shutil.copytree(runs / name, name)
-
-
-PEFT = "--epochs 1 --warmup-epochs 0 --batch 40 --lr 1e-2 --quiet"
-
-
-def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> None:
+def test_a_run_is_exported_from_the_command_line(runs: Path, weights: Path) -> None:
     """The merged folder predicts what the run's own tensors do: of the first seed, or of a file."""
+    shutil.copytree(runs / "with", "with")
     first, second = find_adapters(Path("with"))
     done("export with")
     moved = Path("moved.pth")
     moved.write_bytes((weights / "backbone.pth").read_bytes())
     done(f"export {second} --out second --weights {moved}")  # elsewhere: its digest decides
-    arch = Arch(64, 4, 4, 16, 4, 2.0)
-    vit = build_vit(arch)
-    state = torch.load(weights / "backbone.pth", weights_only=True)["model"]
-    vit.load_state_dict({key: state[key] for key in vit.state_dict()})
+    vit = build_vit(BACKBONES["vit_mini"])
+    vit.load_state_dict(split_state(torch.load(moved, weights_only=True)["model"])[0])
     images = torch.as_tensor(quilts(0)[1].test.images)[:20]
     for adapter, place in ((first, "with/export"), (second, "second")):
         merged = timm.create_model(f"local-dir:{place}/timm", pretrained=True).eval()
@@ -113,14 +95,12 @@ def test_a_run_is_exported_from_the_command_line(made: None, weights: Path) -> N
 
 @pytest.mark.parametrize("dataset", ["quilts", "folder:photos"])
 def test_timms_own_transform_and_network_predict_what_predict_does(
-    dataset: str, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: str, weights: Path
 ) -> None:
     """On an image of the network's size, which only the images of a folder are cut from."""
-    monkeypatch.chdir(tmp_path)
     test = quilts(0)[1].test
     save_by_class(Path("photos"), torch.as_tensor(test.images)[:40], test.targets)
-    own = f"--backbone vit_mini --weights {weights} --dataset {dataset}"
-    done(f"finetune {own} --seeds 1 {PEFT} --augment none --out f")
+    done(finetune_line(weights.parent, f"--dataset {dataset} --augment none --out f"))
     done("export f --out e")
     image = to_pil_image(torch.as_tensor(test.images)[77])
     image.save("image.png")
@@ -134,10 +114,10 @@ def test_timms_own_transform_and_network_predict_what_predict_does(
     assert float(probabilities[best]) == pytest.approx(guess["probability"], abs=1e-5)
 
 
-def test_an_align_run_is_exported_as_a_network_of_features(made: None) -> None:
+def test_an_align_run_is_exported_as_a_network_of_features(runs: Path) -> None:
     """There is no head, and so no class to name."""
-    done("export aligned")
-    network = timm.create_model("local-dir:aligned/export/timm", pretrained=True).eval()
+    done(f"export {runs}/aligned --out e")
+    network = timm.create_model("local-dir:e/timm", pretrained=True).eval()
     assert network(torch.zeros(1, 3, 16, 16)).shape == (1, 64)
 
 

@@ -13,20 +13,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from toy import ALIGN_STEPS, MAE_RUN, PEFT_STEPS, done, refusal, run
+from toy import align_line, done, finetune_line, refusal, run, save_by_class
 
 import data
 import mae
 from support.errors import UsageError, as_read_error
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-def damaged(content: bytes, rng: random.Random) -> dict[str, bytes]:
-    """Nothing, one byte, noise, an end that is missing, a cut at random."""
-    cut = content[: rng.randrange(len(content))]
-    some = {"empty": b"", "one byte": content[:1], "end missing": content[:-1], "cut": cut}
-    return some | {"noise": rng.randbytes(5000)}
 
 
 class Payload:
@@ -39,17 +32,13 @@ class Payload:
         return Path.touch, (self.mark,)
 
 
-def malicious(mark: Path) -> Iterator[tuple[str, bytes]]:
-    """Files that make `mark` where they are unpickled."""
-    for name, zipped in (("zip", True), ("legacy", False)):
+def malicious(mark: Path) -> Iterator[bytes]:
+    """Files that make `mark` where they are unpickled: torch's new and old ones, a plain pickle."""
+    for zipped in (True, False):
         buffer = io.BytesIO()
         torch.save({"model": Payload(mark)}, buffer, _use_new_zipfile_serialization=zipped)
-        yield f"malicious {name}", buffer.getvalue()
-    yield "malicious pickle", pickle.dumps(Payload(mark))
-
-
-ALIGN = f"align {MAE_RUN} {ALIGN_STEPS} --quiet --out r"
-TUNE = f"finetune --backbone vit_mini --weights {{weights}} {PEFT_STEPS} --quiet --out r"
+        yield buffer.getvalue()
+    yield pickle.dumps(Payload(mark))
 
 
 @pytest.mark.parametrize(
@@ -66,10 +55,11 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
 ) -> None:
     foreign = io.BytesIO()
     torch.save({"encoder": torch.zeros(3), "model": [torch.zeros(3)]}, foreign)
-    contents = damaged((weights / "backbone.pth").read_bytes(), random.Random(0))
-    contents |= {"foreign": foreign.getvalue(), **dict(malicious(tmp_path / "mark"))}
+    whole, rng = (weights / "backbone.pth").read_bytes(), random.Random(0)
+    contents = [b"", whole[:1], whole[:-1], whole[: rng.randrange(len(whole))], rng.randbytes(5000)]
+    contents += [foreign.getvalue(), *malicious(tmp_path / "mark")]
     line = f"{more.format(weights=weights)} {file} --backbone vit_mini --dataset quilts --out out"
-    for content in contents.values():
+    for content in contents:
         Path(file).write_bytes(content)
         assert file in refusal(line)
         assert not (tmp_path / "mark").exists(), "the payload was run"
@@ -81,14 +71,13 @@ def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
     weights: Path, part: str
 ) -> None:
     """Of others than training images no run has begun, so it can begin without the image."""
-    images = [Path("data", p, kind, f"{i}.jpg") for p in ("train", "val", "test")
-              for kind in ("dark", "light") for i in range(4)]  # fmt: skip
-    for image in images:
-        image.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((40, 48), 50).convert("RGB").save(image)
-    bad = Path("data", part, "light/2.jpg")
+    for name in ("train", "val", "test"):
+        save_by_class(Path("data", name), torch.rand(8, 3, 20, 20), torch.arange(8) % 2)
+    image = Image.effect_noise((40, 48), 50).convert("RGB")
+    bad = Path("data", part, "kind 1/a.jpg")
+    image.save(bad)
     bad.write_bytes(bad.read_bytes()[:900])  # its head is whole
-    line = TUNE.format(weights=weights) + " --dataset folder:data"
+    line = finetune_line(weights.parent, "--dataset folder:data --out r")
     said = refusal(line, code=1)
     assert str(bad) in said and "data check" in said
     assert Path("r").exists() == (part == "train")
@@ -97,19 +86,8 @@ def test_a_damaged_image_is_named_before_the_first_step_or_when_it_is_drawn(
         done(line)
     else:  # the run knows its images by name: replaced it goes on, removed it is another run
         assert "--dataset" in refusal(line)
-        Image.effect_noise((40, 48), 50).convert("RGB").save(bad)
+        image.save(bad)
         done(line)
-
-
-def test_an_unfinished_align_run_is_refused_with_a_remedy_that_works(weights: Path) -> None:
-    line = ALIGN.format(weights=weights)
-    done(line)
-    Path("r/result.json").unlink()
-    Path("r/adapter.safetensors").unlink()
-    tune = f"finetune --from r {PEFT_STEPS} --quiet --out f"
-    assert "is no finished align or finetune run" in refusal(tune)
-    done(line)
-    done(tune)
 
 
 def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
@@ -123,7 +101,7 @@ def test_a_loss_that_is_not_finite_is_named_with_its_place_and_a_remedy(
         return value * float("nan") if next(calls) == 3 else value
 
     monkeypatch.setattr(mae.MAE, "loss", spoilt)
-    said = refusal(ALIGN.format(weights=weights), code=1)
+    said = refusal(align_line(weights.parent, "--out r"), code=1)
     assert "alternation 2, lower level, step 1" in said and "give a lower" in said
     assert not Path("r/adapter.safetensors").exists() and not Path("r/result.json").exists()
 
@@ -138,7 +116,7 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
 
     memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
     monkeypatch.setattr(mae.MAE, "loss", lambda *_: fails(memory))
-    said = refusal(ALIGN.format(weights=weights), code=1)
+    said = refusal(align_line(weights.parent, "--out r"), code=1)
     assert "--micro-batch" in said and "--recompute" in said
     with pytest.raises(torch.OutOfMemoryError), as_read_error("checkpoint.pt", "start over"):
         fails(memory)  # it is not the file's fault
@@ -147,7 +125,7 @@ def test_want_of_memory_names_what_helps_and_a_defect_keeps_its_traceback(
     for defect in (KeyError("theta"), RuntimeError("theta")):
         monkeypatch.setattr(mae.MAE, "loss", lambda *_, error=defect: fails(error))
         with pytest.raises(type(defect)):
-            run(ALIGN.format(weights=weights))
+            run(align_line(weights.parent, "--out r"))
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGBUS])
@@ -155,11 +133,8 @@ def test_a_process_that_decodes_and_ends_is_told_of_in_one_line_and_the_run_goes
     weights: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals
 ) -> None:
     """As the killer of large processes and a small /dev/shm end it."""
-    for i in range(20):
-        place = Path("data", "ab"[i % 2], f"{i}.png")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((20, 20), 50).convert("RGB").save(place)
-    line = TUNE.format(weights=weights) + " --dataset folder:data --workers 1"
+    save_by_class(Path("data"), torch.rand(20, 3, 20, 20), torch.arange(20) % 2)
+    line = finetune_line(weights.parent, "--dataset folder:data --workers 1 --out r")
     with monkeypatch.context() as patch:
         patch.setattr(data, "ignore_ctrl_c", lambda worker: os.kill(os.getpid(), end))
         said = refusal(line, code=1)

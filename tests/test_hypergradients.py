@@ -121,9 +121,8 @@ def test_a_batch_in_one_part_is_passed_once_a_solve(micro: int | None, calls: in
         return (theta**4).sum() * batch.images.mean()
 
     theta, images = torch.ones(2, 2), torch.ones(4, 1)
-    inverse = cg(
-        theta, 0.1, partial(Passes(micro).hessian, loss, theta, {}, Batch(images, images)), 5
-    )
+    H = partial(Passes(micro).hessian, loss, theta, {}, Batch(images, images))
+    inverse = cg(theta, 0.1, H, 5)
     for _ in range(3):
         inverse(theta)
     assert len(seen) == calls

@@ -94,26 +94,6 @@ def vit(**more: Any) -> VisionTransformer:
     return network.requires_grad_(False)
 
 
-def train_mae(bisslight: Any, mfac: Any, lora: Any, mae: Any) -> None:
-    torch.manual_seed(0)
-    decoder = mae.Decoder(16, 16, 4, width=8, depth=1, heads=1)
-    mae.init([decoder], torch.Generator())
-    task = mae.MAE(lora.Backbone(vit()), decoder)
-    train(bisslight, lora, task, lora.init_theta(2, 4, 16, torch.Generator()), mfac.mfac)
-
-
-def train_ijepa(bisslight: Any, hypergradients: Any, lora: Any, ijepa: Any) -> None:
-    """The teacher follows."""
-    torch.manual_seed(0)
-    predictor = ijepa.Predictor(16, 16, width=8, depth=1, heads=1)
-    ijepa.init([predictor], torch.Generator())
-    theta = lora.init_theta(2, 4, 16, torch.Generator())
-    backbone = lora.Backbone(vit(class_token=False, global_pool="avg", fc_norm=False))
-    task = ijepa.IJEPA(backbone, predictor, ijepa.Masks(min_keep=0), (0.5, 6), theta)
-    train(bisslight, lora, task, theta, hypergradients.cg)
-    assert float((task.state["theta_T"] - theta).abs().max()) > 0
-
-
 def train(bisslight: Any, lora: Any, task: Any, theta: Tensor, hypergradient: Any) -> None:
     """Algorithm 1 with a linear head and torch's optimisers; the losses of both levels fall."""
     theta_P, theta_D = (theta.clone().requires_grad_() for _ in "PD")
@@ -134,17 +114,26 @@ def train(bisslight: Any, lora: Any, task: Any, theta: Tensor, hypergradient: An
     assert logs[-1].loss_D_at_D[-1] < logs[0].loss_D_at_D[0]
 
 
-@pytest.mark.parametrize(
-    ("task", "names"),
-    [
-        (train_mae, ("bisslight", "mfac", "lora", "mae")),
-        (train_ijepa, ("bisslight", "hypergradients", "lora", "ijepa")),
-    ],
-)
-def test_files_alone_in_a_folder_train_together(
-    tmp_path: Path, task: Callable[..., None], names: tuple[str, ...]
+def train_both(
+    bisslight: Any, mfac: Any, hypergradients: Any, lora: Any, mae: Any, ijepa: Any
 ) -> None:
-    run_alone(tmp_path / "empty", task, *names)
+    """MAE with M-FAC, and I-JEPA with CG, whose teacher follows."""
+    torch.manual_seed(0)
+    theta = lora.init_theta(2, 4, 16, torch.Generator())
+    decoder = mae.Decoder(16, 16, 4, width=8, depth=1, heads=1)
+    predictor = ijepa.Predictor(16, 16, width=8, depth=1, heads=1)
+    mae.init([decoder], torch.Generator())
+    ijepa.init([predictor], torch.Generator())
+    train(bisslight, lora, mae.MAE(lora.Backbone(vit()), decoder), theta, mfac.mfac)
+    backbone = lora.Backbone(vit(class_token=False, global_pool="avg", fc_norm=False))
+    task = ijepa.IJEPA(backbone, predictor, ijepa.Masks(min_keep=0), (0.5, 6), theta)
+    train(bisslight, lora, task, theta, hypergradients.cg)
+    assert float((task.state["theta_T"] - theta).abs().max()) > 0
+
+
+def test_files_alone_in_a_folder_train_together(tmp_path: Path) -> None:
+    names = ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa")
+    run_alone(tmp_path / "empty", train_both, *names)
 
 
 # --- what they import -----------------------------------------------------------------------------

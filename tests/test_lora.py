@@ -271,16 +271,13 @@ def test_under_autocast_the_loss_and_each_gradient_are_near_those_in_float32(pre
 
 def test_autocast_of_the_caller_reaches_only_passes_that_ask_for_it() -> None:
     """Products with the Hessian, whole and in parts, and gradients without amp: the same bits."""
-    phi = {name: x.requires_grad_() for name, x in init_head(24, 3, rng(0)).items()}
-    backbone = Backbone(tiny_vit().float())
-    theta = THETA.float().requires_grad_()
-    batch = lora.Examples(IMAGES.float(), torch.tensor([0, 2, 1, 1, 0]))
-    loss = partial(lora.downstream_loss, backbone)
+    task, theta, images, drawn = lower_level("mae", 5)
+    batch = task.prepare(images, *drawn)
 
     def numbers() -> list[Tensor]:
-        whole = Passes().hessian(loss, theta, phi, batch)(theta.detach())
-        parts = Passes(2).hessian(loss, theta, phi, batch)(theta.detach())
-        value, g, _ = Passes().gradients(loss, theta, phi, batch)
+        whole = Passes().hessian(task.loss, theta, task.phi, batch)(theta.detach())
+        parts = Passes(2).hessian(task.loss, theta, task.phi, batch)(theta.detach())
+        value, g, _ = Passes().gradients(task.loss, theta, task.phi, batch)
         return [whole, parts, value, g]
 
     expected = numbers()
