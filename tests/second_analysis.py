@@ -11,7 +11,6 @@ from statistics import mean, stdev
 
 OTHERS = ("direct", "restart", "q = 0")
 BACKBONES = range(4, 12)
-ROUNDS = list(product((0, 1, 2), ("Greek", "Balinese", "Latin")))
 T_975 = 2.364624252  # a table's 97.5 % quantile of Student's t, 7 degrees of freedom: 8 backbones
 Results = dict[tuple[str, str, int, int], float]  # (arm, alphabet, backbone, seed) -> accuracy
 
@@ -30,7 +29,7 @@ def read_results(file: Path) -> Results:
 def whole_rounds(results: Results) -> list[tuple[int, str]]:
     """Return the rounds (seed and alphabet) that have every arm on every backbone."""
     whole = []
-    for seed, alphabet in ROUNDS:
+    for seed, alphabet in product((0, 1, 2), ("Greek", "Balinese", "Latin")):
         runs = product(("aligned", *OTHERS), (alphabet,), BACKBONES, (seed,))
         if all(run in results for run in runs):
             whole.append((seed, alphabet))

@@ -273,7 +273,6 @@ def test_maps_are_rows_of_the_product_of_timms_attention(own: Any, prefix: int) 
         product = (mean + np.eye(len(product))) / 2 @ product
     maps = attention_rollout.attention_maps(backbone, theta, x)
     assert maps.shape == (5, 4, 4)
-    assert not maps.requires_grad
     expected = product[0] if prefix else product.mean(0)
     np.testing.assert_allclose(maps[3].flatten(), expected[prefix:], rtol=0, atol=1e-6)
     parts = [attention_rollout.attention_maps(backbone, theta, part) for part in x.split(2)]
@@ -287,9 +286,7 @@ def test_concentration_is_that_of_known_maps() -> None:
     assert attention_rollout.concentration(one_patch) == pytest.approx((0, 1))
 
 
-def test_figures_of_runs_are_of_their_adapter_files(
-    runs: Path, weights: Path, tmp_path: Path
-) -> None:
+def test_figures_of_runs_are_of_their_files(runs: Path, weights: Path, tmp_path: Path) -> None:
     """Backbone, adapters and validation images are read apart from the program's own way."""
     _, task = quilts(0)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))

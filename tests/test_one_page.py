@@ -27,12 +27,7 @@ from support.checkpoints import load_backbone
 from support.optim import Group, Optimiser, Schedule, trainable
 
 PAGE = Path(mae.__file__).parent / "examples/one_page.py"
-
-
-@pytest.fixture(scope="module")
-def page() -> SimpleNamespace:
-    """The functions and constants of the page, which does not run when it is imported."""
-    return SimpleNamespace(**runpy.run_path(str(PAGE)))
+page = SimpleNamespace(**runpy.run_path(str(PAGE)))  # its functions and constants: nothing is run
 
 
 def networks() -> tuple[dict[str, Tensor], mae.MAE]:
@@ -44,7 +39,7 @@ def networks() -> tuple[dict[str, Tensor], mae.MAE]:
     return named, mae.MAE(loaded.backbone.double(), loaded.head.double())
 
 
-def drawn(page: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """θ with all of its parts, images, noise and labels."""
     rng = torch.Generator().manual_seed(seed)
     theta = torch.randn(page.K, 4 * page.R * page.DIM, generator=rng).double() / 20
@@ -54,14 +49,14 @@ def drawn(page: SimpleNamespace, seed: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return theta, images, noise, labels
 
 
-def test_its_images_are_the_programs(page: SimpleNamespace) -> None:
+def test_its_images_are_the_programs() -> None:
     assert torch.equal(page.characters(*POOL).flatten(0, 1), omniglot_pool().images)
 
 
-def test_its_losses_are_the_programs(page: SimpleNamespace) -> None:
+def test_its_losses_are_the_programs() -> None:
     """Their gradients move all that is compared below."""
     named, task = networks()
-    theta, images, noise, labels = drawn(page, 0)
+    theta, images, noise, labels = drawn(0)
     wanted = task.loss(theta, task.phi, mae.Batch(images, noise))
     close(page.L_P(named, theta, task.phi, images, noise), wanted, 1e-10)
     weight = torch.randn(24, page.DIM, generator=torch.Generator().manual_seed(1)).double()
@@ -72,15 +67,13 @@ def test_its_losses_are_the_programs(page: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("use_q", [True, False])
-def test_a_whole_alternation_is_the_programs(
-    page: SimpleNamespace, use_q: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q."""
     T, N_L, N_U, warmup = 2, page.N_L, page.N_U, page.WARMUP
     monkeypatch.setitem(page.algorithm_1.__globals__, "T", T)  # and so the schedules
     named, task = networks()
-    theta, pool, _, _ = drawn(page, 3)
-    _, images, _, labels = drawn(page, 4)
+    theta, pool, _, _ = drawn(3)
+    _, images, _, labels = drawn(4)
     head = {"weight": torch.ones(24, page.DIM).double(), "bias": torch.arange(24.0).double()}
     same = {f"head.{name}": tensor for name, tensor in head.items()}
     found = page.algorithm_1(named, theta, task.phi, same, pool, images, labels, use_q)
@@ -133,11 +126,8 @@ RECORDED = {
 def read_table(text: str) -> dict[int, list[float]]:
     """The accuracies of each line that names an epoch."""
     table = {}
-    for line in text.splitlines():
-        found = re.match(r"epoch +(\d+):", line)
-        if found:
-            accuracies = re.findall(r"([\d.]+) %", line)
-            table[int(found[1])] = [float(number) for number in accuracies]
+    for epoch, rest in re.findall(r"(?m)^epoch +(\d+):(.*)", text):
+        table[int(epoch)] = [float(number) for number in re.findall(r"([\d.]+) %", rest)]
     return table
 
 
