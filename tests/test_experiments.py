@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 from copy import deepcopy
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -171,14 +173,14 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
         np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
 
 
-FIGURES = [  # script, its own flags, what it prints
-    (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
-    (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
-    (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
-]
-
-
-@pytest.mark.parametrize(("script", "flags", "printed"), FIGURES)
+@pytest.mark.parametrize(
+    ("script", "flags", "printed"),
+    [
+        (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
+        (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
+        (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
+    ],
+)
 def test_a_figure_is_drawn_of_runs_that_are_trained_where_they_are_missing(
     script: Any, flags: str, printed: list[str], weights: Path, tmp_path: Path
 ) -> None:
@@ -236,16 +238,21 @@ def test_an_alignment_is_as_much_as_1_to_11_runs_of_peft_as_the_index_says() -> 
 
 # --- attention rollout ----------------------------------------------------------------------------
 
-SIZES: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
 
-
-@pytest.mark.parametrize("kind", ["class token", "registers", "mean of patches"])
-def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "prefix"),
+    [
+        ({}, 1),
+        ({"reg_tokens": 4}, 5),
+        ({"class_token": False, "global_pool": "avg", "fc_norm": False}, 0),
+    ],
+    ids=["class token", "registers", "mean of patches"],
+)
+def test_maps_are_rows_of_the_product_of_timms_attention(own: Any, prefix: int) -> None:
     """Timm's own unfused path, layer by layer, on weights that LoRA is merged into; any batch."""
-    own: Any = {"class token": {}, "registers": {"reg_tokens": 4}}
-    own["mean of patches"] = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 4}
     torch.manual_seed(0)
-    vit: Any = VisionTransformer(**SIZES, **own[kind], num_classes=0)  # timm's types are unions
+    vit: Any = VisionTransformer(**sizes, **own, num_classes=0)  # timm's types are unions
     vit.double().requires_grad_(False)
     plain = deepcopy(vit)
     for block in vit.blocks:
@@ -260,14 +267,12 @@ def test_maps_are_rows_of_the_product_of_timms_attention(kind: str) -> None:
         block.attn.attn_drop.register_forward_hook(lambda _, args, out: seen.append(args[0]))
     plain.eval().forward_features(x)
     assert max(float(attention.max()) for attention in seen) > 0.9  # not near uniform
-    prefix = {"class token": 1, "registers": 5, "mean of patches": 0}[kind]
     product = np.eye(prefix + 16)
     for attention in seen:
         mean = np.asarray(attention[3]).mean(0)
         product = (mean + np.eye(len(product))) / 2 @ product
     maps = attention_rollout.attention_maps(backbone, theta, x)
     assert maps.shape == (5, 4, 4)
-    assert not maps.requires_grad
     expected = product[0] if prefix else product.mean(0)
     np.testing.assert_allclose(maps[3].flatten(), expected[prefix:], rtol=0, atol=1e-6)
     parts = [attention_rollout.attention_maps(backbone, theta, part) for part in x.split(2)]
@@ -281,50 +286,43 @@ def test_concentration_is_that_of_known_maps() -> None:
     assert attention_rollout.concentration(one_patch) == pytest.approx((0, 1))
 
 
-def quilts_val(weights: Path) -> tuple[Backbone, Tensor, Tensor]:
-    """Backbone and validation split, read apart from the program's own way."""
+def test_figures_of_runs_are_of_their_files(runs: Path, weights: Path, tmp_path: Path) -> None:
+    """Backbone, adapters and validation images are read apart from the program's own way."""
     _, task = quilts(0)
     shift, scale = (torch.tensor(x).view(3, 1, 1) for x in (task.mean, task.std))
+    val = (torch.as_tensor(task.val.images) - shift) / scale
     vit = build_vit(Arch(64, 4, 4, 16, 4, 2.0))
     state = torch.load(weights / "backbone.pth", weights_only=True)["model"]
     vit.load_state_dict({name: state[name] for name in vit.state_dict()})
-    return Backbone(vit), (torch.as_tensor(task.val.images) - shift) / scale, task.val.targets
-
-
-def test_the_rollout_of_runs_is_drawn_beside_what_they_predict(
-    runs: Path, weights: Path, tmp_path: Path
-) -> None:
-    """Images and predictions are those of the adapter files."""
+    backbone = Backbone(vit)
     both = {"after": runs / "with", "alone": runs / "without"}
+    aligned = {"aligned": runs / "aligned"}
+    x = {"pretrained": features(backbone, None, val).detach()}
+    heads = {}
+    for name, folder in (aligned | both).items():
+        theta, heads[name], _ = load_adapter(find_adapters(folder)[0])
+        x[name] = features(backbone, theta, val).detach()
+
+    rows = similarity.compare_networks(aligned | both)
+    for (a, b), row in zip(combinations(x, 2), rows, strict=True):
+        assert (row["network"], row["and"], row["images"]) == (a, b, 160)
+        # features are float32, and of other batches: they agree to some 1e-6
+        assert row["CKA"] == pytest.approx(similarity.cka(x[a], x[b]), abs=1e-5)
+        assert row["RSA"] == pytest.approx(similarity.rsa(x[a], x[b]), abs=1e-4)
+    assert rows[2]["CKA"] < 0.9999  # PEFT learned something
+
     rows = attention_rollout.draw(both, 3, tmp_path / "rollout.png")
     numbers = [row["image"] for row in rows]
-    backbone, val, targets = quilts_val(weights)
     assert len({*numbers}) == 3
-    assert [row["label"] for row in rows] == [f"layout {targets[i]}" for i in numbers]
-    assert (tmp_path / "rollout.png").stat().st_size > 0
-    for name, folder in both.items():
-        theta, phi_D, _ = load_adapter(find_adapters(folder)[0])
-        top = logits(features(backbone, theta, val[numbers]), phi_D).argmax(1)
+    assert [row["label"] for row in rows] == [f"layout {task.val.targets[i]}" for i in numbers]
+    for name in both:
+        top = logits(x[name][numbers], heads[name]).argmax(1)
         assert [row[name] for row in rows] == [f"layout {k}" for k in top]
     with pytest.raises(UsageError, match="aligned"):
-        attention_rollout.draw({"aligned": runs / "aligned"}, 2, tmp_path / "rollout.png")
+        attention_rollout.draw(aligned, 2, tmp_path / "rollout.png")
 
 
 # --- similarity -----------------------------------------------------------------------------------
-
-
-def hsic_cka(x: Tensor, y: Tensor) -> float:
-    """The Gram form: tr(K H L H) / sqrt(tr(K H K H) tr(L H L H)), H = I − 1/N."""
-    H = np.eye(len(x)) - 1 / len(x)
-    K, L = (H @ np.asarray(z @ z.mT) @ H for z in (x, y))
-    return float(np.trace(K @ L) / np.sqrt(np.trace(K @ K) * np.trace(L @ L)))
-
-
-def plain_rsa(x: Tensor, y: Tensor) -> float:
-    """Cosine distances of all pairs by hand, ranked with ties at their mean."""
-    above = np.triu_indices(len(x), 1)
-    unit = [np.asarray(z / z.norm(dim=1, keepdim=True)) for z in (x, y)]
-    return float(spearmanr(*((1 - z @ z.T)[above] for z in unit)).statistic)
 
 
 def test_cka_and_rsa_equal_plain_algebra_and_ignore_what_they_should() -> None:
@@ -333,8 +331,13 @@ def test_cka_and_rsa_equal_plain_algebra_and_ignore_what_they_should() -> None:
     turn, _ = torch.linalg.qr(other[:8])
     y[:, :4] = x[:, :4]
     cka, rsa = similarity.cka(x, y[:, :5]), similarity.rsa(x, y)
-    assert cka == pytest.approx(hsic_cka(x, y[:, :5]), abs=1e-10)
-    assert rsa == pytest.approx(plain_rsa(x, y), abs=1e-10)
+    H = np.eye(60) - 1 / 60  # the Gram form of CKA
+    K, L = (H @ np.asarray(z @ z.mT) @ H for z in (x, y[:, :5]))
+    gram = np.trace(K @ L) / np.sqrt(np.trace(K @ K) * np.trace(L @ L))
+    assert cka == pytest.approx(gram, abs=1e-10)
+    unit = [np.asarray(z / z.norm(dim=1, keepdim=True)) for z in (x, y)]
+    distances = [(1 - z @ z.T)[np.triu_indices(60, 1)] for z in unit]  # cosines of all pairs
+    assert rsa == pytest.approx(spearmanr(*distances).statistic, abs=1e-10)
     for changed in (x @ turn, 37 * x, x + torch.arange(8) * 1e4):
         assert similarity.cka(changed, y[:, :5]) == pytest.approx(cka, abs=1e-10)
     for changed in (x @ turn, x * torch.rand(60, 1, generator=rng(4)) + 1e-3 * x):
@@ -345,36 +348,7 @@ def test_cka_and_rsa_equal_plain_algebra_and_ignore_what_they_should() -> None:
     assert abs(similarity.rsa(x + 3, y) - rsa) > 1e-3
 
 
-def test_the_similarities_of_runs_are_those_of_their_features(runs: Path, weights: Path) -> None:
-    """The pretrained backbone, an align run, a finetune run's seed, on features read by hand."""
-    both = {"aligned": runs / "aligned", "alone": runs / "without"}
-    rows = similarity.compare_networks(both)
-    backbone, val, _ = quilts_val(weights)
-    x = {"pretrained": features(backbone, None, val).detach().double()}
-    for name, folder in both.items():
-        theta, _, _ = load_adapter(find_adapters(folder)[0])
-        x[name] = features(backbone, theta, val).detach().double()
-    pairs = [("pretrained", "aligned"), ("pretrained", "alone"), ("aligned", "alone")]
-    for (a, b), row in zip(pairs, rows, strict=True):
-        assert (row["network"], row["and"], row["images"]) == (a, b, 160)
-        # features are float32, and of other batches: they agree to some 1e-6
-        assert row["CKA"] == pytest.approx(hsic_cka(x[a], x[b]), abs=1e-5)
-        assert row["RSA"] == pytest.approx(plain_rsa(x[a], x[b]), abs=1e-4)
-    assert rows[1]["CKA"] < 0.9999  # it learned something
-
-
 # --- studies --------------------------------------------------------------------------------------
-
-
-class Quadratic:
-    """A pretext loss ½ θᵀ A θ, whose Hessian is A."""
-
-    def __init__(self, A: Tensor) -> None:
-        self.A = A
-
-    def loss(self, theta: Tensor, phi: Any, batch: Any) -> Tensor:
-        x = theta.flatten()
-        return (x @ self.A @ x) / 2
 
 
 def test_exact_compares_with_the_dense_inverse(tmp_path: Path) -> None:
@@ -385,7 +359,11 @@ def test_exact_compares_with_the_dense_inverse(tmp_path: Path) -> None:
     theta, g = (torch.randn(3, 8, generator=rng(i), dtype=torch.float64) for i in (1, 2))
     G = torch.randn(3, max(exact.STORED), 8, generator=rng(3), dtype=torch.float64)
     batch: Any = (torch.zeros(1),)
-    task: Any = Quadratic(A)
+
+    def loss(theta: Tensor, phi: Any, batch: Any) -> Tensor:
+        return theta.flatten() @ A @ theta.flatten() / 2
+
+    task: Any = SimpleNamespace(loss=loss)
     point = exact.Point(task, theta, {}, batch, g, G)
     H = exact.dense_hessian(point)
     torch.testing.assert_close(H, A)
