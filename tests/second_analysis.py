@@ -8,11 +8,22 @@ import math
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 OTHERS = ("direct", "restart", "q = 0")
 BACKBONES = range(4, 12)
-T_975 = 2.364624252  # a table's 97.5 % quantile of Student's t, 7 degrees of freedom: 8 backbones
+ROUNDS = list(product((0, 1, 2), ("Greek", "Balinese", "Latin")))
 Results = dict[tuple[str, str, int, int], float]  # (arm, alphabet, backbone, seed) -> accuracy
+
+
+class Row(NamedTuple):
+    """Aligned minus another arm, in points."""
+
+    difference: float
+    low: float  # of the 95 % interval
+    high: float
+    p: float
+    p_holm: float
 
 
 def read_results(file: Path) -> Results:
@@ -29,31 +40,40 @@ def read_results(file: Path) -> Results:
 def whole_rounds(results: Results) -> list[tuple[int, str]]:
     """Return the rounds (seed and alphabet) that have every arm on every backbone."""
     whole = []
-    for seed, alphabet in product((0, 1, 2), ("Greek", "Balinese", "Latin")):
+    for seed, alphabet in ROUNDS:
         runs = product(("aligned", *OTHERS), (alphabet,), BACKBONES, (seed,))
         if all(run in results for run in runs):
             whole.append((seed, alphabet))
     return whole
 
 
-def analyse(file: Path) -> dict[str, tuple[float, ...]]:
-    """Aligned minus each other arm, in points: mean, interval's low and high end, p, p by Holm."""
-    results = read_results(file)
-    rounds = whole_rounds(results)
-    found = {}
+def t_quantile(probability: float, freedom: int, steps: int = 4000) -> float:
+    """Return a quantile above 0 of Student's t: bisection over the density's midpoint sums."""
+    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
+    low, high = 0.0, 100.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        points = (middle * (i + 0.5) / steps for i in range(steps))
+        heights = sum((1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in points)
+        below = 0.5 + scale * heights * middle / steps
+        low, high = (middle, high) if below < probability else (low, middle)
+    return low
+
+
+def analyse(file: Path) -> dict[str, Row]:
+    """Compare aligned with each other arm in the whole rounds, with Holm's correction."""
+    results, rows, corrected = read_results(file), dict[str, Row](), 0.0
     for other in OTHERS:
         gains = []
         for backbone in BACKBONES:
-            cells = [(alphabet, backbone, seed) for seed, alphabet in rounds]
+            cells = [(alphabet, backbone, seed) for seed, alphabet in whole_rounds(results)]
             gains.append(mean(results["aligned", *c] - results[other, *c] for c in cells))
-        half = T_975 * stdev(gains) / math.sqrt(len(gains))
+        half = t_quantile(0.975, len(gains) - 1) * stdev(gains) / math.sqrt(len(gains))
         pairs = [(gain, -gain) for gain in gains]
         flips = [math.fsum(pattern) for pattern in product(*pairs)]  # the first: as observed
         p = sum(abs(flip) >= abs(flips[0]) - 1e-9 for flip in flips) / len(flips)
-        found[other] = (p, mean(gains), half)
-    rows, corrected = dict[str, tuple[float, ...]](), 0.0
-    for rank, other in enumerate(sorted(OTHERS, key=found.__getitem__)):
-        p, gain, half = found[other]
-        corrected = max(corrected, min(1.0, (len(OTHERS) - rank) * p))
-        rows[other] = (gain, gain - half, gain + half, p, corrected)
+        rows[other] = Row(mean(gains), mean(gains) - half, mean(gains) + half, p, 1.0)
+    for rank, other in enumerate(sorted(OTHERS, key=lambda name: rows[name].p)):
+        corrected = max(corrected, min(1.0, (len(OTHERS) - rank) * rows[other].p))
+        rows[other] = rows[other]._replace(p_holm=corrected)
     return rows
