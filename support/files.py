@@ -8,7 +8,7 @@ from pathlib import Path
 
 from config import Record
 from support.errors import RunError, as_read_error
-from support.screen import is_first_process
+from support.processes import world
 
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
@@ -22,7 +22,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
     Of torchrun's processes only the first one writes. Raises RunError where it cannot.
     """
-    if not is_first_process():
+    if world().rank > 0:
         return
     if isinstance(content, str):
         content = content.encode()
