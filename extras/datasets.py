@@ -35,14 +35,15 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     place = place_of(name, root)
     if not place.is_dir():
         raise UsageError(f"{name}: there is no folder {place}")
-    has_classes = name not in BENCHMARKS and len(subfolders(place)) > 1
+    is_task = len(subfolders(place)) > 1 or (place / "train").is_dir()
+    has_classes = is_task and name not in BENCHMARKS
     problems: list[str] = []
     if has_classes or name in BENCHMARKS:
         cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
         with collected(problems):
             open_task(cfg)
 
-    files, left_out = find_images(place)
+    files, left_out, _ = find_images(place)
     first_with: dict[str, Path] = {}  # the first file with each sha256
     for file in files:
         with overheard() as said:

@@ -112,6 +112,10 @@ AROUND: dict[str, Any] = {  # how programs save the tensors of a network
         "epoch": 3,
         "hyper_parameters": {"lr": 1e-3},
     },
+    "parameters": lambda state: {
+        "model": {k: torch.nn.Parameter(x) for k, x in state.items()},
+        "state_dict": None,
+    },
     "timm": lambda state: {"state_dict": state, "args": Namespace(lr=1e-3), "metric": 71.2},
 }
 
@@ -124,6 +128,7 @@ def test_a_network_is_found_in_what_programs_save_around_it(tmp_path: Path, prog
     found = loaded.backbone.vit.state_dict() | loaded.head.state_dict()
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
+    assert "decoder_pos_embed" not in dict(loaded.head.named_parameters())  # it is not trained
 
 
 @pytest.mark.parametrize("zipped", [True, False])

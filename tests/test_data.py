@@ -55,6 +55,26 @@ def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
     task = folder(tmp_path, 0)
     assert [path.name for path in task.test.images] == ["x0.jpg", "x1.jpg", "x2.jpg"] * 2
     assert [len(split.targets) for split in (task.train, task.val)] == [16, 4]
+    for part in ("train", "test"):
+        (tmp_path / part).rename(tmp_path / part.capitalize())
+    assert folder(tmp_path, 0).sizes() == task.sizes()
+
+
+@pytest.mark.parametrize(
+    ("link", "to"), [("dog", "cat"), ("cat/up", ".."), ("cat/more", "../cow/sub"), ("val", "train")]
+)
+def test_a_link_to_a_folder_of_another_class_or_part_is_refused(
+    tmp_path: Path, link: str, to: str
+) -> None:
+    """Its images would be in two classes, or train and validate. A loop in a class is harmless."""
+    files = [f"{c}/{i}.png" for c in ("cat", "cow") for i in range(9)]
+    root = tmp_path / "train" if link == "val" else tmp_path
+    make(root, *files, "cow/sub/9.png")
+    (root / "cow/again").symlink_to(".")
+    assert len(folder(tmp_path, 0).classes) == 2
+    (tmp_path / link).symlink_to(to)
+    with pytest.raises(ValueError, match="leads to a folder of another class or part"):
+        folder(tmp_path, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +84,17 @@ def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
         (["1.png"], "two or more class folders"),
         (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "class z has no image for train"),
         (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
-        ([f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"], "'Cat' and 'cat' differ"),
+        (
+            [f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"],
+            "'Cat' and 'cat' look alike",
+        ),
         (
             [f"{c}/{i}.png" for c in ("é", "e\u0301") for i in "123"],
-            r"'e\\u0301' and '\\xe9' differ",
+            r"'e\\u0301' and '\\xe9' look alike",
+        ),
+        (
+            [f"{c}/{i}.png" for c in ("a b", "a\xa0b", "x") for i in "123"],
+            r"'a b' and 'a\\xa0b' look",
         ),
     ],
 )

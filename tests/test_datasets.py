@@ -54,6 +54,9 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     small, damaged = found.problems
     assert "c has no image for test" in small and "a/0.png" in damaged and found.images == 21
     assert str(found).splitlines()[:2] == found.problems
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "classes").rename(tmp_path / "alone/train")
+    assert len(check(f"{tmp_path}/alone", tmp_path).problems) == 2
 
 
 def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
@@ -77,7 +80,7 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     assert found.left_out == {".heic": 1, ".gif": 1}
     for told in (
         "class c has no image for test", "class C has no image for train",
-        "'C' and 'c' differ", r"'E\u0301' and '\xc9' differ",
+        "'C' and 'c' look alike", r"'E\u0301' and '\xc9' look alike",
         *(f"{name}.png: cannot be read (no file" for name in ("a/folder", "a/link", "b/fifo")),
         "b/cut.png: cannot be read (image file is truncated", "b/twin.png: is the same as",
         "a/0.png: is the same as",

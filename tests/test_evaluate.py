@@ -142,11 +142,14 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs
     for arm, changes in second.items():
         finished(tmp_path / arm / "a", [70.0, 71.0], seed=5)  # 5, 6
         finished(tmp_path / arm / "b", [70.0], **{"seed": 7} | changes)
+    for align_run in ("0", "1"):  # two of them are not four
+        again: Any = {"by": "mfac", "start": align_run, "seed": 5}
+        finished(tmp_path / "again" / align_run, [70.0, 71.0], **again)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
-    named = {"mixed": "rank", "both": "aligned_by, lr, starts_from", "twice": "seed"}
-    named["changed"] = "data_sha256"
+    named = {"mixed": "rank", "both": "aligned_by, lr, start_sha256, starts_from", "twice": "seed"}
+    named |= {"changed": "data_sha256", "again": "start_sha256"}
     messages = {name: f"its runs are no seeds of one arm, see .*{x}" for name, x in named.items()}
     messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")
     for name, message in messages.items():

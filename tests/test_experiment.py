@@ -94,7 +94,7 @@ def test_data_from_python_keep_the_settings_that_go_with_their_name(tmp_path: Pa
     )
     assert torch.equal(one, two)
     dark = task.train.images - 0.5  # type: ignore[operator]
-    with pytest.raises(UsageError, match="from 0 to 1"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         align(cfg, tmp_path / "dark", task=task._replace(test=Split(dark, task.train.targets)))
     config = json.loads((tmp_path / "own/config.json").read_text())
     assert (config["dataset"], config["pool"]) == ("own", "omniglot")

@@ -112,6 +112,7 @@ DEEP = {
     "grey.png": png(0, 1), "grey alpha.png": png(4, 2), "rgb.png": png(2, 3), "rgba.png": png(6, 4),
     "rgb.ppm": b"P6 2 2 65535\n" + 12 * b"\x0f\xf0",
     "grey.pgm": b"P5 2 2 65535\n" + 4 * b"\x0f\xf0",
+    "camera.ppm": b"P6 2 2 4095\n" + 12 * b"\x0f\xf0",
     "rgb.tif": tiff(1), "planes.tif": tiff(2),
 }  # fmt: skip
 
@@ -127,6 +128,16 @@ def test_more_than_8_bits_are_refused_whatever_the_colours(tmp_path: Path, name:
 def test_a_ppm_file_is_scaled_by_its_own_white(tmp_path: Path) -> None:
     (tmp_path / "a.ppm").write_bytes(b"P6 1 1 100\n" + bytes([100, 50, 0]))
     assert read(tmp_path / "a.ppm")[0, 0].tolist() == [255, 128, 0]  # 127.5 is rounded up
+
+
+def test_16_bits_for_three_channels_are_not_more_than_8_each(tmp_path: Path) -> None:
+    """A BMP of 5, 6 and 5 bits: 31 of 31, 0 and 0 are red."""
+    masks = struct.pack("<3I", 0xF800, 0x07E0, 0x001F)
+    header = struct.pack("<IiiHHIIiiII", 40, 1, 1, 1, 16, 3, 4, 0, 0, 0, 0)
+    start = 14 + 40 + len(masks)
+    head = b"BM" + struct.pack("<IHHI", start + 4, 0, 0, start)
+    (tmp_path / "a.bmp").write_bytes(head + header + masks + struct.pack("<HH", 0xF800, 0))
+    assert read(tmp_path / "a.bmp")[0, 0].tolist() == [255, 0, 0]
 
 
 @pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
@@ -149,6 +160,27 @@ def spoilt_jpeg() -> bytes:
     content = buffer.getvalue()
     middle = len(content) * 2 // 3
     return content[:middle] + bytes(8) + content[middle + 8 :]
+
+
+def test_the_jpegs_of_phones_are_read_and_heard_as_others(tmp_path: Path, caplog: Any) -> None:
+    """MPO has several in a file. Pillow decodes it without a word."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+    image = Image.fromarray(noise)
+    image.save(tmp_path / "two.jpg", "MPO", save_all=True, append_images=[image.rotate(90)])
+    with Image.open(tmp_path / "two.jpg") as first:
+        assert (read(tmp_path / "two.jpg") == np.asarray(first)).all()
+    content = (tmp_path / "two.jpg").read_bytes()
+    (tmp_path / "two.jpg").write_bytes(content[:2000] + content[2200:])
+    data.check_readable([tmp_path / "two.jpg"])
+    assert "two.jpg: is taken as it is, but its decoder warns" in caplog.messages[0]
+
+
+def test_a_reason_has_no_path_of_where_a_decoder_was_built(tmp_path: Path) -> None:
+    (tmp_path / "cut.jpg").write_bytes(spoilt_jpeg()[:2500])
+    with pytest.raises(
+        data.ImageError, match=r"read \(Image is incomplete or truncated\); replace"
+    ):
+        data.read_image(tmp_path / "cut.jpg")
 
 
 @pytest.mark.parametrize("decoder", ["libjpeg", "pillow"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,9 @@ def test_predictions_are_printed_as_a_table_and_as_json(photos: Task) -> None:
     files[0].rename("unknown/\x1b[31mred.png")  # what is in its name is no command to the terminal
     assert "\x1b" not in done("predict f unknown") and "red.png" in done("predict f unknown")
     assert math.fsum(row["probability"] for row in everything) == pytest.approx(1, abs=1e-5)
+    files[1].rename(os.fsdecode(b"unknown/caf\xe9.png"))  # its name is no UTF-8
+    said = json.loads(done("predict f unknown --json"))["guesses"]
+    assert [row["image"] for row in said if "caf" in row["image"]] == ["unknown/caf\udce9.png"]
 
 
 def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -> None:
