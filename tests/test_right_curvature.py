@@ -135,3 +135,14 @@ def test_a_run_is_done_once_and_its_line_can_be_read(
     assert [runs[unit].last["q_over_g"] > 0 for unit in units] == [False, True, True]
     right = [run.accuracy * run.images / 100 for run in runs.values()]
     assert right == pytest.approx([round(number) for number in right])
+
+
+def test_the_page_has_what_the_analysis_prints_of_the_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    analysis.main()
+    _, _, compared = capsys.readouterr().out.rpartition("| at |")
+    _, _, *rows = compared.strip().splitlines()
+    assert len(rows) == 4 and {*rows} <= {
+        *(plan.RESULTS.with_suffix(".md")).read_text().splitlines()
+    }
