@@ -73,7 +73,7 @@ def test_a_link_to_a_folder_of_another_class_or_part_is_refused(
     (root / "cow/again").symlink_to(".")
     assert len(folder(tmp_path, 0).classes) == 2
     (tmp_path / link).symlink_to(to)
-    with pytest.raises(ValueError, match="leads to a folder of another class or part"):
+    with pytest.raises(ValueError, match="shares a folder with another class or part"):
         folder(tmp_path, 0)
 
 

@@ -11,7 +11,7 @@ from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Split, decode_once
+from data import Pool, Split, decode_once
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
@@ -43,6 +43,12 @@ def test_a_class_or_file_that_is_not_there_is_named(weights: Path, tmp_path: Pat
     cfg = FinetuneConfig(backbone="vit_mini", weights=weights, dataset="quilts", pretext=name)
     Path(name.rpartition(":")[0]).unlink()
     assert "pretext_sha256" not in open_experiment(cfg).digests
+
+
+def test_a_task_that_compares_images_takes_no_micro_batches(weights: Path, tmp_path: Path) -> None:
+    cfg = align_settings(weights, pretext=own_task(tmp_path, "mean_over_images = False"))
+    with pytest.raises(UsageError, match=r"--pretext .*compares images"):
+        align(cfg.replace(micro_batch=2), tmp_path / "a")
 
 
 # --- what is opened ---------------------------------------------------------------------------
@@ -93,9 +99,12 @@ def test_data_from_python_keep_the_settings_that_go_with_their_name(tmp_path: Pa
         load_adapter(tmp_path / name / "adapter.safetensors").theta for name in ("own", "named")
     )
     assert torch.equal(one, two)
-    dark = task.train.images - 0.5  # type: ignore[operator]
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        align(cfg, tmp_path / "dark", task=task._replace(test=Split(dark, task.train.targets)))
+    for wrong in (-0.5, 0.5, float("nan")):
+        pixels = task.train.images + wrong  # type: ignore[operator]
+        own = task._replace(train=Split(pixels, task.train.targets))
+        for given in ((own, None), (None, Pool(pixels))):
+            with pytest.raises(ValueError, match="from 0 to 1"):
+                open_experiment(cfg, *given)
     config = json.loads((tmp_path / "own/config.json").read_text())
     assert (config["dataset"], config["pool"]) == ("own", "omniglot")
 
