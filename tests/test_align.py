@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import fixture
-from toy import PEFT_STEPS, ROOT, align_settings, done, read_records, refusal
+from torch import Tensor
+from toy import PEFT_STEPS, ROOT, align_line, align_settings, done, read_records, refusal
 
 from align import align, new_pretext_task, start_state
+from bisslight import Batch, BatchLoss, Passes
 from config import (
     ALIGNED_RATES,
     OMNIGLOT,
@@ -164,3 +167,33 @@ def test_the_examples_commands_learn_as_they_are_written() -> None:
     for line in commands():
         done(f"{line} --quiet")
     assert read_records(Path("runs/rotation"))[0]["probe_val"]["accuracy"] >= 12
+
+
+def test_rounding_moves_theta_of_ijepa_and_no_loss(
+    pretrained: Path, elsewhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients get noise of 1e-7 of their largest entry, about what another device rounds.
+
+    AdamW divides each gradient by its own size, so tiny ones move θ as far as others do.
+    """
+    line = align_line(pretrained, "--rank 4 --lower-steps 3 --p-batch 24 --d-batch 16", "ijepa")
+    done(f"{line} --out plain")
+    exact = Passes.value_and_gradients
+    g = torch.Generator().manual_seed(0)
+
+    def rounded(
+        passes: Passes, loss: BatchLoss, tensors: Sequence[Tensor], batch: Batch
+    ) -> tuple[Tensor, list[Tensor]]:
+        value, gradients = exact(passes, loss, tensors, batch)
+        noise = [torch.randn(x.shape, generator=g) * x.abs().max() for x in gradients]
+        return value, [x + 1e-7 * n for x, n in zip(gradients, noise, strict=True)]
+
+    monkeypatch.setattr(Passes, "value_and_gradients", rounded)
+    done(f"{line} --out rounded")
+    (_, *plain), (_, *moved) = read_records(Path("plain")), read_records(Path("rounded"))
+    for first, second in zip(plain, moved, strict=True):
+        assert second["loss_P"] == pytest.approx(first["loss_P"], rel=1e-5)
+        assert second["loss_D_at_P"] == pytest.approx(first["loss_D_at_P"], rel=1e-5)
+    last = pytest.approx(plain[-1]["distance"], rel=5e-2)
+    assert moved[-1]["distance"] == last
+    assert moved[-1]["distance"] != pytest.approx(plain[-1]["distance"], rel=1e-4)

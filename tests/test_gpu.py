@@ -3,8 +3,10 @@
 Without TF32 both compute the same sums in float32, in another order. A pass is compared to 1e-5 of
 the largest entry, each tensor of a head by itself to 1e-4, since terms of a norm's gradient cancel.
 Runs are compared to 1e-3: AdamW takes a full step where a gradient is nothing but rounding, and
-line 13 divides by small eigenvalues. In bfloat16, whose steps are 4e-3, passes and runs are
-compared to 5e-2.
+line 13 divides by small eigenvalues. With I-JEPA the pretext gradients of the toy network are
+1e-6, those of the queries 1e-10, so rounding moves θ by up to a percent: lengths of θ are compared
+to 5e-2 there (`test_rounding_moves_theta_of_ijepa_and_no_loss` has the same on a CPU). In bfloat16,
+whose steps are 4e-3, passes and runs are compared to 5e-2.
 
 BISSLIGHT_GPU=cpu rehearses these tests on a machine without a device: CPU against CPU.
 """
@@ -43,6 +45,7 @@ NUMBERS = (
     "loss_P", "proximal", "norm_P", "loss_D_at_P", "loss_D_at_D", "norm_D", "q_over_g", "cosine",
     "distance",
 )  # fmt: skip
+LENGTHS = ("proximal", "distance")  # of θ_P − θ_D; the others are losses, gradients and q
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,7 +137,9 @@ def test_align_has_the_numbers_of_the_cpu(pretrained: Path, method: str) -> None
         line += " --rank 1 --alternations 1 --p-batch 4"
     done(f"{line} --device cpu --out cpu")
     done(f"{line} {GPU} amp=false --out gpu")
-    assert difference("cpu", "gpu") < 1e-3
+    others = tuple(name for name in NUMBERS if name not in LENGTHS)
+    assert difference("cpu", "gpu", others) < 1e-3
+    assert difference("cpu", "gpu", LENGTHS) < (5e-2 if pretext == "ijepa" else 1e-3)
     if method == "mfac":  # in bfloat16 losses stay near; θ and the adapter file stay float32
         done(f"{line} {GPU} --out rounded")
         names = ("loss_P", "loss_D_at_P", "loss_D_at_D", "distance")
