@@ -131,6 +131,42 @@ def test_a_network_is_found_in_what_programs_save_around_it(tmp_path: Path, prog
     assert "decoder_pos_embed" not in dict(loaded.head.named_parameters())  # it is not trained
 
 
+@pytest.mark.parametrize("file", ["w.pth", "w.safetensors", "old.pth", "ijepa.pth.tar"])
+def test_networks_stay_as_they_were_read_where_the_file_is_written_anew(
+    tmp_path: Path, file: str
+) -> None:
+    """Its bytes become zeros in place, as where another program saves under the same name."""
+    path, pretext = tmp_path / file, "ijepa" if "ijepa" in file else "mae"
+    state = official_layout("vit_mini")
+    if file == "w.safetensors":
+        save_file(state, path)
+    elif pretext == "mae":
+        torch.save({"model": state}, path, _use_new_zipfile_serialization=file != "old.pth")
+    else:
+        arch = BACKBONES["vit_mini"]._replace(class_token=False)
+        parts = {"target_encoder": build_vit(arch), "predictor": build_head(arch, "ijepa")}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    loaded = load(weights=path, pretext=pretext)
+    networks = (loaded.backbone.vit, loaded.head)
+    before = [tensor.clone() for part in networks for tensor in part.state_dict().values()]
+    with path.open("r+b") as opened:
+        opened.write(bytes(path.stat().st_size))
+    after = [tensor for part in networks for tensor in part.state_dict().values()]
+    assert all(map(torch.equal, before, after))
+    assert sum(float(tensor.abs().sum()) for tensor in before) > 0
+
+
+def test_an_adapter_stays_as_it_was_read_where_the_file_is_written_anew(tmp_path: Path) -> None:
+    info = AdapterInfo(rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(save_adapter(torch.ones(3, 512), init_head(32, 7, rng(3)), info))
+    theta, phi_D, _ = load_adapter(path)
+    weight = phi_D["weight"].clone()
+    with path.open("r+b") as opened:
+        opened.write(bytes(path.stat().st_size))
+    assert torch.equal(theta, torch.ones(3, 512)) and torch.equal(phi_D["weight"], weight)
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_what_torch_refuses_is_told_in_its_words_with_a_remedy(
     tmp_path: Path, zipped: bool
