@@ -17,7 +17,18 @@ from torch import Tensor
 from torchvision import transforms as T
 
 import data
-from data import Images, Pool, Split, Transform, batches, decode_once, fingerprint, folder, stream
+from data import (
+    Images,
+    Pool,
+    Split,
+    Task,
+    Transform,
+    batches,
+    decode_once,
+    fingerprint,
+    folder,
+    stream,
+)
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -34,6 +45,15 @@ def photos(root: Path) -> Split:
     return Split(sorted(root.glob("*.png")), torch.arange(6))
 
 
+def names_and_labels(task: Task, root: str) -> str:
+    """sha256 of the names below a folder and the labels of all splits."""
+    sha = hashlib.sha256()
+    for split in task[1:4]:
+        sha.update("\n".join(str(file).partition(f"/{root}/")[2] for file in split.images).encode())
+        sha.update(split.targets.numpy().tobytes())
+    return sha.hexdigest()
+
+
 def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Path) -> None:
     files = [f"{c}/{i}.png" for c in ("a", "b") for i in range(25)]
     make(tmp_path / "one", *files, ".hidden/1.png", "a/.2.png")
@@ -44,9 +64,9 @@ def test_class_folders_are_split_balanced_and_independent_of_place(tmp_path: Pat
     assert task.classes == ["a", "b"]
     assert [x.targets.bincount().tolist() for x in splits] == [[16, 16], [4, 4], [5, 5]]
     assert len({path for x in splits for path in x.images}) == 50
-    assert fingerprint(*task[1:4]) != fingerprint(other.train, other.val, other.test)
+    assert fingerprint(task) != fingerprint(other)
     of_the_first_release = "2f3e9aea3057dc874f9d9063bc8095b06e7094585ca4e521c4783488001db032"
-    assert fingerprint(*task[1:4]) == fingerprint(*again[1:4]) == of_the_first_release
+    assert names_and_labels(task, "one") == names_and_labels(again, "two") == of_the_first_release
 
 
 def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
@@ -117,7 +137,7 @@ def test_what_systems_put_among_images_is_no_class_and_no_image(
     made = ("@eaDir/1.png/T.jpg", "a/@eaDir/1.png/T.jpg", "#recycle/a/1.png", "__MACOSX/a/1.png")
     make(tmp_path, *files, *made)
     task = folder(tmp_path, 0)
-    assert task.classes == ["a", "b"] and fingerprint(*task[1:4])
+    assert task.classes == ["a", "b"] and fingerprint(task)
     assert task.sizes() == {"train": 2, "val": 2, "test": 2}
     assert data.find_images(tmp_path)[0] == [tmp_path / file for file in files]
 
@@ -302,13 +322,187 @@ def test_batches_on_a_gpu_are_those_on_the_cpu(tmp_path: Path) -> None:
             assert torch.equal(y2.cpu(), y)
 
 
-def test_a_pool_is_known_by_its_names_below_its_folder() -> None:
-    several = ["/r/a-b/x.png", "/r/a/x.png", "/r/a b/x.png", "/r/a/y.png"]
-    for names in (["one.png"], several, ["/a/../b/c.png", "/a/../b/d.png"]):
-        files = [Path(name) for name in names]
-        root = os.path.commonpath([*files, files[0].parent])
-        relative = "\n".join(os.path.relpath(path, root) for path in files)
-        assert fingerprint(Pool(files)) == hashlib.sha256(relative.encode()).hexdigest()
+# --- what makes a data set another one -----------------------------------------------------------
+
+
+def written(root: Path, *names: str) -> list[Path]:
+    """Files that hold their own names."""
+    files = [root / name for name in names]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    return files
+
+
+def test_a_digest_is_the_same_on_every_platform_and_in_every_place(tmp_path: Path) -> None:
+    """Written down, so that a run may go on elsewhere."""
+    names = ("a-b/x.png", "a/x.png", "a b/x.png", "a/y.png")
+    for place in ("one", "two/../three"):
+        (tmp_path / "two").mkdir(exist_ok=True)
+        pool = Pool(written(tmp_path / place, *names))
+        assert fingerprint(pool).startswith("2:f27fff7fe4ceef5d")
+    pixels = torch.arange(24.0).view(2, 3, 2, 2) / 24
+    split = Split(pixels, torch.tensor([0, 1]))
+    task = Task("own", split, split, split, ["no", "yes"])
+    assert fingerprint(task).startswith("2:f2df121927d8f861")
+
+
+@pytest.mark.parametrize(
+    "change", ["name", "size", "bytes", "label", "mean", "std", "class of a script", "uncut"]
+)
+def test_whatever_changes_the_numbers_of_files_changes_their_digest(
+    tmp_path: Path, change: str
+) -> None:
+    """Pictures that are replaced under their names, too: an uncompressed one keeps its size."""
+    files = written(tmp_path, "a/1.bmp", "a/2.bmp", "b/1.bmp", "b/2.bmp")
+    split = Split(files, torch.tensor([0, 0, 1, 1]))
+    task = Task("own", split, split, split, ["a", "b"])
+    before = fingerprint(task)
+    if change == "name":
+        split = Split([*files[:3], files[3].rename(tmp_path / "b/3.bmp")], split.targets)
+    elif change == "size":
+        files[2].write_text("longer than it was")
+    elif change == "bytes":
+        files[2].write_text("7.bmp")
+    elif change == "label":
+        split = Split(files, torch.tensor([0, 0, 1, 0]))
+    elif change == "class of a script":
+        task = task._replace(classes=["a", "c"])
+    else:
+        task = task._replace(**{change: change == "uncut" or (0.5,) * 3})
+    assert fingerprint(task._replace(train=split, val=split, test=split)) != before
+
+
+def test_pixels_in_memory_and_what_they_are_normalised_by_are_in_the_digest() -> None:
+    pixels = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    split = Split(pixels, torch.tensor([0, 0, 1, 1]))
+    task = Task("omniglot:Greek", split, split, split, ["a", "b"])
+    several = [task, task._replace(classes=["a", "c"]), task._replace(std=(0.5,) * 3)]
+    several.append(task._replace(val=Split(1 - pixels, split.targets)))
+    several.append(task._replace(val=Split(pixels.view(4, 3, 4, 16), split.targets)))
+    assert len({fingerprint(one) for one in several}) == len(several)
+    pools = [Pool(pixels), Pool(1 - pixels), Pool(pixels, mean=(0.5,) * 3)]
+    assert len({fingerprint(pool) for pool in pools}) == len(pools)
+
+
+def test_names_that_torchvision_gives_to_classes_are_not_in_the_digest(tmp_path: Path) -> None:
+    """Its release 0.21 has none for the 102 flowers, so they are numbers there."""
+    split = Split(written(tmp_path, "1.jpg", "2.jpg"), torch.tensor([0, 1]))
+    task = Task("flowers", split, split, split, ["pink primrose", "daisy"])
+    assert fingerprint(task) == fingerprint(task._replace(classes=["0", "1"]))
+
+
+def test_of_very_many_files_evenly_spaced_ones_are_asked_for_their_size(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Of 10, at most 4: each third. All of them are as the first ones of a network disk."""
+    files = written(tmp_path, *[f"{k}.png" for k in range(10)])
+    asked: list[str] = []
+    monkeypatch.setattr(data, "MOST_SIZES", 4)
+    monkeypatch.setattr(data, "size_of", lambda file: asked.append(file.stem))
+    fingerprint(Pool(files))
+    assert asked == ["0", "3", "6", "9"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to nowhere", "FIFO"])
+def test_a_pool_with_something_that_is_no_file_is_refused_before_the_work(
+    tmp_path: Path, kind: str
+) -> None:
+    make(tmp_path, "1.png")
+    odd = tmp_path / "2.png"
+    if kind == "folder":
+        odd.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to("nowhere")
+    with pytest.raises(data.ImageError, match=rf"^{odd}: cannot be read .*; replace or remove it"):
+        fingerprint(Pool([tmp_path / "1.png", odd]))
+
+
+# --- what a script hands over --------------------------------------------------------------------
+
+PIXELS = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+ZEROS_AND_ONES = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]])
+
+
+def own(images: Any = PIXELS, labels: Any = None, **more: Any) -> Task:
+    """A task of three classes with these validation images and labels."""
+    good = Split(PIXELS, torch.tensor([0, 1, 2, 0, 1, 2]))
+    if labels is not None and labels.ndim == 2:
+        good = Split(PIXELS, 2 * ZEROS_AND_ONES - 1)
+    val = Split(images, good.targets if labels is None else labels)
+    return Task("own", good, val, good, ["a", "b", "c"])._replace(**more)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (ZEROS_AND_ONES, r"of class a no label is -1, no.* 2 \* labels - 1"),
+        (torch.eye(3, dtype=torch.int64).repeat(2, 1), r"labels.argmax\(1\)"),
+        (torch.cat([2 * ZEROS_AND_ONES[:, :2] - 1, ZEROS_AND_ONES[:, 2:]], 1), "of class c"),
+        (-torch.ones(6, 3).long(), "no label is 1"),
+        (2 * ZEROS_AND_ONES, "1 yes, -1 no, 0 not counted"),
+        (ZEROS_AND_ONES.bool(), "labels are torch.bool; give whole numbers"),
+        (ZEROS_AND_ONES.float(), "labels are torch.float32"),
+        (torch.zeros(6), "labels are torch.float32"),
+        (torch.zeros(6, dtype=torch.int32), "labels are torch.int32"),
+        (torch.arange(6) % 3 + 1, "labels go from 1 to 3; .* from 0 to 2"),
+        (torch.tensor([0, 1, 2, -100, 0, 1]), "labels go from -100 to 2"),
+        (torch.zeros(6, 1).long(), r"labels.flatten\(\)"),
+        (torch.zeros(5).long(), "6 images and 5 labels"),
+        (torch.zeros(7).long(), "6 images and 7 labels"),
+    ],
+)
+def test_labels_that_mean_something_else_are_refused(labels: Tensor, message: str) -> None:
+    """0 is "not counted": with tables of 0 and 1 any network would have 100 %."""
+    with pytest.raises(ValueError, match=f"^val: .*{message}"):
+        data.check_task(own(labels=labels))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ((255 * PIXELS).byte(), r"torch.uint8; give float32 from 0 to 1: .* / 255"),
+        ((PIXELS > 0.5).byte(), "torch.uint8"),
+        (PIXELS > 0.5, "torch.bool"),
+        (PIXELS.double(), "torch.float64"),
+        (255 * PIXELS, "numbers from 0 to 1"),
+        (PIXELS - 0.5, "numbers from 0 to 1"),
+        (PIXELS / torch.zeros(1), "numbers from 0 to 1"),
+        (PIXELS[:, :1], r"images.expand\(-1, 3, -1, -1\)"),
+        (PIXELS.permute(0, 2, 3, 1), "height, width"),
+        (PIXELS.clone().requires_grad_(), "detach"),
+        (PIXELS[:0], "has no images"),
+        (["a.png"] * 6, "pathlib.Path"),
+        (PIXELS.numpy(), "one tensor"),
+    ],
+)
+def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^val: .*{message}"):
+        data.check_task(own(images=images))
+    with pytest.raises(ValueError, match=f"^pool: .*{message}"):
+        data.check_pool(Pool(images))
+
+
+def test_good_tasks_are_taken_and_their_names_are_looked_at() -> None:
+    several = 2 * ZEROS_AND_ONES - 1
+    several[0, 1] = 0
+    for labels in (None, torch.tensor([2, 2, 2, 0, 0, 0]), several):
+        data.check_task(own(labels=labels))
+    one, many = own(), own(labels=several)
+    for wrong, message in (
+        (own(classes=["a", "b", "a"]), "names are needed, each once"),
+        (own(mean=(123.7, 116.3, 103.5)), "mean"),
+        (own(std=(0.5, 0.5, 0.0)), "std"),
+        (own(std=(0.5,)), "three numbers"),
+        (one._replace(train=many.train), "one class an image, or of all several"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            data.check_task(wrong)
+
+
+# --- reading, order -----------------------------------------------------------------------------
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +517,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     Path(split.images[3]).write_bytes(Path(split.images[3]).read_bytes()[:40])
     for workers in (0, 1):  # no traceback of a worker
         images = Images(split, TRANSFORM, False, 0, "x")
-        with pytest.raises(data.ImageError, match=rf"^{split.images[3]}: .*$"):
+        with pytest.raises(data.ImageError, match=rf"^{split.images[3]}: .*data check` lists all$"):
             list(batches(images, stream(6, 4, 0, "x", range(2)), workers, CPU))
 
 
@@ -344,7 +538,7 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(data.ImageError) as raised:
         data.check_readable([tmp_path / f"{name}.png" for name in ("good", *reasons)])
-    told = str(raised.value).split("lists all; ")
+    told = str(raised.value).split("remove it; ")
     for said, (name, reason) in zip(told, reasons.items(), strict=True):
         assert said.startswith(f"{tmp_path / name}.png: cannot be read (") and reason in said
 

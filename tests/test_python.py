@@ -53,7 +53,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     assert (type(result), result.metric) == (AlignResult, "top-1 accuracy")
     recorded = json.loads((run / "config.json").read_text())
     assert (recorded["dataset"], recorded["pool"]) == ("own", "own")
-    assert recorded["data_sha256"] == fingerprint(*task[1:4])
+    assert recorded["data_sha256"] == fingerprint(task)
     assert recorded["pool_sha256"] == fingerprint(pool)
 
     start = FinetuneConfig.from_align(run, **PEFT_SETTINGS | {"batch": 8})

@@ -80,6 +80,14 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
         begin(tmp_path, digests=digests | {"pool_sha256": "3"}, pool="imagenet")
 
 
+def test_a_run_of_a_version_that_knew_images_by_their_names_is_refused_in_a_few_words(
+    tmp_path: Path,
+) -> None:
+    begin(tmp_path, digests={"data_sha256": "1" * 64, "pool_sha256": None})
+    with pytest.raises(UsageError, match="is another run: it is of a version that knew images by"):
+        begin(tmp_path, digests={"data_sha256": "2:" + "1" * 64, "pool_sha256": None})
+
+
 def test_a_setting_that_came_after_the_run_had_its_default_there(tmp_path: Path) -> None:
     begin(tmp_path)
     recorded = json.loads((tmp_path / "config.json").read_text())
