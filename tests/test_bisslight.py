@@ -2,7 +2,7 @@
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import replay
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import bisslight
 import hypergradients
-from bisslight import Diverged, Passes, State, agreement, algorithm_1
+from bisslight import Diverged, Passes, State, TorchOptimiser, agreement, algorithm_1
 from config import AlignConfig
 from experiments.time_and_memory import alternations
 from hypergradients import exact, identity
@@ -111,7 +111,8 @@ class Quadratic:
         phi = [{"x": torch.ones(self.C.shape[1]).double()} for _ in "PD"]
         for tensor in (*theta, *(head["x"] for head in phi)):
             tensor.requires_grad_()
-        return State(theta[0], theta[1], phi[0], phi[1], self, self)
+        opt: Any = self  # it has an `update`
+        return State(theta[0], theta[1], phi[0], phi[1], opt, opt)
 
     def run(self, hypergrad: Any, **steps: int) -> State:
         given = {"alternations": 25, "lower_steps": 12, "upper_steps": 2, "lam": self.lam} | steps
@@ -258,3 +259,34 @@ def test_ratio_and_cosine_are_those_of_queries_of_any_size(scale: float) -> None
     assert [*map(float, agreement(g, turned))] == pytest.approx([0.4, 0.8])
     zero = torch.zeros(1, 2)  # no gradient: no NaN
     assert [*map(float, agreement(zero, zero))] == [0, 0]
+
+
+@pytest.mark.parametrize("of", ["copies", "the task's φ_P", "fewer tensors", "more tensors"])
+def test_an_optimiser_of_other_tensors_is_refused_before_anything_moves(of: str) -> None:
+    """Its steps would leave θ_P, or the head, as they were, and the losses would look right."""
+    problem = Quadratic()
+    state = problem.begin()
+    mine, copies = [state.theta_P, *state.phi_P.values()], []
+    for tensor in mine:
+        copies.append(tensor.detach().clone().requires_grad_())
+    made_for = {
+        "copies": copies,
+        "the task's φ_P": [mine[0], copies[1]],
+        "fewer tensors": mine[:1],
+        "more tensors": mine + copies[:1],
+    }
+    state.opt_P = TorchOptimiser(torch.optim.SGD(made_for[of], lr=0.25))
+    samples, task = itertools.repeat(Sample()), cast(Any, problem)
+    with pytest.raises(ValueError, match="made for other tensors"):
+        list(algorithm_1(state, Steps(3, 2, 1, 0.5), task, problem.loss_D, mfac, samples, samples))
+    assert not state.theta_P.any() and all(x.eq(1).all() for x in state.phi_P.values())
+
+
+def test_an_optimiser_takes_its_tensors_in_any_order_until_one_is_replaced() -> None:
+    """Plain descent with rate 1, by hand; the gradients (3, 4) are clipped to a length of 1."""
+    x, y = (torch.zeros(1, requires_grad=True) for _ in "xy")
+    opt = TorchOptimiser(torch.optim.SGD([x, y], lr=1.0), clip=1.0)
+    norm = opt.update([y, x], [torch.tensor([4.0]), torch.tensor([3.0])])
+    close(torch.cat([norm[None], x, y]), torch.tensor([5.0, -0.6, -0.8]), 1e-6)
+    with pytest.raises(ValueError, match="made for other tensors"):
+        opt.update([x, y.detach().clone().requires_grad_()], [torch.ones(1), torch.ones(1)])

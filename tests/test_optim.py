@@ -92,7 +92,7 @@ def test_epochs_are_counted_from_the_optimisers_step_and_the_last_may_be_shorter
     """Steps without momentum, of rate 0.25, on (x - b)²: x goes half of the way to b, by hand."""
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     opt = Optimiser([Group([x], 0.25, 0.0)], None, None)
-    opt.adamw_or_sgd.param_groups[0]["momentum"] = 0.0
+    opt.wrapped.param_groups[0]["momentum"] = 0.0
     seen: list[float] = []
     steps = batches(4.0, 4.0, 4.0, 4.0, 4.0)
 

@@ -39,7 +39,7 @@ def test_pretraining_has_the_schedules_of_maes_and_ijepas_programs(
         decay = 0.05
         if last is not None:
             decay = last + (0.05 - last) * 0.5 * (1 + math.cos(math.pi * k / 20))
-        matrix, vector = opt.adamw_or_sgd.param_groups
+        matrix, vector = opt.wrapped.param_groups
         found = [matrix["lr"], matrix["weight_decay"], vector["lr"], vector["weight_decay"]]
         assert found == pytest.approx([rate, decay, rate, 0.0], rel=1e-12)
 
