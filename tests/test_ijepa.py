@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import close, fixture, recorded
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import ijepa
@@ -271,6 +273,47 @@ def test_a_network_with_a_class_token_is_refused() -> None:
     theta = init_theta(3, 2, 32, rng(0, "x"))
     with pytest.raises(ValueError, match="class token"):
         IJEPA(with_class_token, predictor, EIGHT, (0.9, 4), theta)
+
+
+def mean_colours(images: Tensor, theta: Tensor, keep: Tensor | None = None) -> Tensor:
+    """A backbone of one's own, which does not say what its patches are: squares of 8 pixels."""
+    tokens = F.avg_pool2d(images, 8).flatten(2).mT + theta
+    return tokens if keep is None else tokens.gather(1, keep[..., None].expand(-1, -1, 3))
+
+
+def vit_of_any_size(patch: tuple[int, int]) -> Backbone:
+    sizes: Any = {"embed_dim": 32, "depth": 1, "num_heads": 2, "class_token": False}
+    more: Any = {"global_pool": "avg", "num_classes": 0, "dynamic_img_size": True}
+    return Backbone(VisionTransformer(img_size=64, patch_size=patch, **sizes, **more))
+
+
+@pytest.mark.parametrize(
+    ("backbone", "size", "found"),
+    [
+        (mean_colours, (64, 64), None),
+        (mean_colours, (72, 72), 81),
+        (mean_colours, (32, 128), 64),
+        (mean_colours, (48, 48), 36),
+        (vit_of_any_size((8, 8)), (64, 64), None),
+        (vit_of_any_size((8, 8)), (128, 32), 64),
+        (vit_of_any_size((4, 16)), (64, 64), 64),
+        (vit_of_any_size((4, 16)), (32, 128), None),
+    ],
+)
+def test_images_on_another_grid_than_the_predictors_are_refused(
+    backbone: Any, size: tuple[int, int], found: int | None
+) -> None:
+    """4 x 16 patches are as many as 8 x 8: no shape would tell that the blocks are torn apart."""
+    dim = 3 if backbone is mean_colours else 32
+    predictor = ijepa.Predictor(dim, 64, width=8, depth=1, heads=1)
+    t = IJEPA(backbone, predictor, EIGHT, (0.9, 4), torch.zeros(1, 3 if dim == 3 else 4 * 32))
+    drawn = t.draw(2, rng(0))
+    if found is None:
+        assert t.prepare(torch.rand(2, 3, *size), *drawn).tokens.shape[-1] == dim
+        return
+    told = f"8 x 8 patches; these images, of {size[0]} x {size[1]} pixels, have {found}"
+    with pytest.raises(ValueError, match=told):
+        t.prepare(torch.rand(2, 3, *size), *drawn)
 
 
 def test_the_official_sizes_have_the_known_numbers_of_tensors_and_parameters() -> None:

@@ -53,6 +53,23 @@ FAMILIES: dict[str, dict[str, Any]] = {  # of Vision Transformers in timm, in sm
 }  # fmt: skip
 
 
+DROPOUTS = ("drop_rate", "proj_drop_rate", "pos_drop_rate", "attn_drop_rate", "drop_path_rate")
+
+
+@pytest.mark.parametrize("first", ["vit", "backbone"])
+@pytest.mark.parametrize("dropout", DROPOUTS)
+def test_train_of_a_module_around_it_turns_no_dropout_on(dropout: str, first: str) -> None:
+    """Also where the module has the network as a part of its own, before the backbone or after."""
+    vit = tiny_vit(**{dropout: 0.5})
+    expected = vit.eval()(IMAGES)
+    parts = {"vit": vit, "backbone": Backbone(vit)}
+    names = sorted(parts, key=lambda name: name != first)
+    net = nn.ModuleDict({name: parts[name] for name in names}).train()
+    assert net.training and not net["backbone"].training
+    for _ in range(2):
+        assert torch.equal(lora.features(net["backbone"], None, IMAGES), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_timm_is_computed_as_by_timm(family: str) -> None:
     """At B = 0 tokens and pooled features are timm's own; at other B those of the merged weights.
