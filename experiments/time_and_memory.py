@@ -61,7 +61,9 @@ def main(
     names = {"backbone": backbone, "device": device, "dataset": "own", "pool": "own"}
     sizes = {"p_batch": p_batch, "d_batch": d_batch}
     steps = {"lower_steps": lower_steps, "upper_steps": upper_steps, "alternations": repeats + 1}
-    settings = names | sizes | steps | {"micro_batch": micro_batch} | read_settings(more)
+    # Rates change no cost, and a warm-up may not be longer than these few alternations.
+    others = {"warmup": 0, "micro_batch": micro_batch}
+    settings = names | sizes | steps | others | read_settings(more)
     rows = []
     for method in methods.split(","):
         cfg = AlignConfig(**keep_known(AlignConfig, settings | {"hypergrad": method}))

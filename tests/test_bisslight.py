@@ -210,7 +210,7 @@ def test_a_device_is_asked_for_numbers_once_a_level(
         return {name: [0.0] * len(rows) for name in names}
 
     monkeypatch.setattr(bisslight, "columns", columns)  # the one function that reads numbers
-    sizes: Any = {"alternations": 2, "lower_steps": 2, "upper_steps": 1, "min_keep": 0}
+    sizes: Any = {"alternations": 2, "warmup": 0, "lower_steps": 2, "upper_steps": 1, "min_keep": 0}
     names: Any = {"backbone": "vit_mini", "dataset": "own", "pool": "own", "pretext": pretext}
     cfg = AlignConfig(**names, **sizes, hypergrad=method)
     list(alternations(cfg, torch.device("meta")))  # a random network and batch

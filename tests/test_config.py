@@ -67,6 +67,8 @@ def test_every_default_and_both_presets_are_as_recorded(
     """From Python and from the command line."""
     expected = RECORDED[command][BASE] | RECORDED[command][key]
     expected = {name: expected[name] for name in expected.keys() - NO_SETTINGS}
+    if command == "pretrain":
+        del expected["data_seed"]  # it splits nothing
     backbone, pretext, dataset, preset = key.split()
     kind = KINDS[command]
     given: Record = {"backbone": backbone, "pretext": pretext}
@@ -140,11 +142,11 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
     align = AlignConfig(backbone="vit_mini", dataset="quilts", pretext="ijepa", rank=3)
     run = write_align_run(tmp_path / "run", align)
     file = tmp_path / "c.toml"
-    file.write_text(f'start = "{run}"\nepochs = 3\nweight_decay = 0.1\nvoc_difficult = "ignore"')
+    file.write_text(f'start = "{run}"\nepochs = 13\nweight_decay = 0.1\nvoc_difficult = "ignore"')
     options = cli.Options(config=file, preset="as-released")
-    cfg = cli.collect(FinetuneConfig, {"epochs": 4}, options)
+    cfg = cli.collect(FinetuneConfig, {"epochs": 14}, options)
     expected = {
-        "epochs": 4, "weight_decay": 0.1, "voc_difficult": "ignore", "optimizer": "sgd", "rank": 3,
+        "epochs": 14, "weight_decay": 0.1, "voc_difficult": "ignore", "optimizer": "sgd", "rank": 3,
         "head": "batchnorm", "batch": 32, "lr": ALIGNED_RATES,
     }  # fmt: skip
     assert {name: getattr(cfg, name) for name in expected} == expected
@@ -198,6 +200,10 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"backbone": "timm:a", "decoder": "checkpoint"}, "decoder checkpoint"),
         (AlignConfig, {"backbone": "timm:"}, "--backbone: "),
         (AlignConfig, {"jobs": 2}, "--jobs"),
+        (AlignConfig, {"alternations": 8}, "--warmup 10: .* longer .* --alternations 8"),
+        (FinetuneConfig, {"epochs": 2}, "--warmup-epochs 5: .* longer .* --epochs 2"),
+        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
+        (FinetuneConfig, {"lr": "1e-2,0.01"}, "--lr: .*0.01 twice"),
         (FinetuneConfig, {"lr": ""}, "--lr"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
         (FinetuneConfig, {"epochs": True}, "--epochs: "),  # TOML's true is no 1
@@ -212,6 +218,20 @@ def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None
         kind(**B16 | wrong)
     (line,) = cli.explain(refused.value)
     assert re.search(named, line)
+
+
+def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
+    """It splits nothing, so a seed of splits would make another run of the same numbers."""
+    given: Record = {"backbone": "vit_mini", "pool": "/photos"}
+    PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
+    for wrong, named in (
+        ({"epochs": 3}, "--warmup-epochs 4: .* longer .* --epochs 3"),
+        ({"data_seed": 5}, "--data-seed"),
+    ):
+        with pytest.raises(ValidationError) as refused:
+            PretrainConfig(**given | wrong)
+        (line,) = cli.explain(refused.value)
+        assert re.search(named, line)
 
 
 def test_settings_mean_the_same_in_another_directory_and_read_no_disk(

@@ -114,7 +114,7 @@ def test_the_arms_are_what_align_and_finetune_compute(
 
 
 def test_a_unit_of_each_kind_runs_and_is_not_run_again(tmp_path: Path) -> None:
-    few = [Arm(0.03, 1), Arm(0.03, 1, first_epochs=1)]
+    few = [Arm(0.03, 5), Arm(0.03, 5, first_epochs=5)]
     units = [fair_race_plan.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
     results = tmp_path / "runs.jsonl"
     fair_race.run_all(units[:1], tmp_path, results)
@@ -123,5 +123,5 @@ def test_a_unit_of_each_kind_runs_and_is_not_run_again(tmp_path: Path) -> None:
     assert results.read_text().startswith(first)
     runs = fair_race_plan.read_runs(results)
     assert [fair_race_plan.Unit(run.name, run.arm, run.cell) for run in runs] == units
-    right = [run.test[1] / 100 * run.images for run in runs]
+    right = [run.test[5] / 100 * run.images for run in runs]
     assert right == pytest.approx([round(number) for number in right])

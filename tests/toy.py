@@ -103,8 +103,7 @@ def done(line: str) -> str:
 def refusal(line: str, code: int = 2) -> str:
     """The one line on stderr of a command line that must end with this exit code."""
     outcome = run(line)
-    # A toy run may be no longer than its warm-up, of which it warns.
-    lines = [said for said in outcome.err.splitlines() if "not shorter than" not in said]
+    lines = outcome.err.splitlines()
     assert (outcome.code, outcome.out) == (code, ""), outcome
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
