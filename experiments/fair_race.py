@@ -117,9 +117,11 @@ class Tuned(NamedTuple):
     held_out: float  # accuracy (%) on validation and test images together, at the end
 
 
-def fine_tune(settings: Record, rate: float, epochs: int, start: Tensor | None) -> Tuned:
+def fine_tune(
+    settings: Record, rate: float, epochs: int, start: Tensor | None, warmup: int = 5
+) -> Tuned:
     """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
-    peft: Record = {"lr": (rate,), "epochs": epochs, "warmup_epochs": 5, "batch": 32}
+    peft: Record = {"lr": (rate,), "epochs": epochs, "warmup_epochs": warmup, "batch": 32}
     cfg = FinetuneConfig(**settings | peft)
     experiment = open_experiment(cfg)
     task = experiment.task

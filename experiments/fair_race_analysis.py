@@ -159,7 +159,7 @@ def verdict(found: Difference, p: float) -> str:
     """What may be said, once all rounds are there."""
     words = []
     if p < 0.05:
-        words.append("aligned is ahead" if found.mean > 0 else "aligned is behind")
+        words.append("ahead" if found.mean > 0 else "behind")
     if found.high < SMALL:
         words.append(f"no gain of {SMALL:g} points")
     return ", ".join(words) or "open"

@@ -1,7 +1,7 @@
 """The Gauss-Newton matrix N as a hypergradient; how large F and N are. For two studies."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bisslight import Map, Passes, Phi
 from config import Record
+from hypergradients import cg
 from mae import MAE
 
 
@@ -37,30 +38,7 @@ class NewtonPasses(Passes):
         return newton_product
 
 
-def newton(G: Tensor, lam: float, H: Callable[[], Map], count: int = 8) -> Map:
-    """With N = H(): q = g − Σ_i p_i ((N p_i)ᵀ g) / (p_iᵀ (N + λI) p_i), the form of Eq. 10.
-
-    The p_i are `count` directions of conjugate gradients from the first g; they serve all later g.
-    """
-    N = H()
-    directions: list[tuple[Tensor, Tensor, Tensor]] = []  # p, A p, pᵀ A p with A = N + λI
-
-    def inverse(g: Tensor) -> Tensor:
-        residual = g
-        while len(directions) < count:
-            new = residual
-            for p, Ap, pAp in directions:  # rounding would spoil the usual short recurrence
-                new = new - p * ((Ap * residual).sum() / pAp)
-            Ap = N(new) + lam * new
-            pAp = (new * Ap).sum()
-            directions.append((new, Ap, pAp))
-            residual = residual - Ap * ((new * residual).sum() / pAp)
-        q = g.clone()
-        for p, Ap, pAp in directions:
-            q -= p * (((Ap - lam * p) * g).sum() / pAp)
-        return q
-
-    return inverse
+newton = partial(cg, iterations=8)  # Eq. 5 with H() in place of H, anew for each query
 
 
 def squared_length_inside(G: Tensor, x: Tensor) -> float:

@@ -1,150 +1,285 @@
-"""Does the right curvature help? q = 0, M-FAC's q, and that of the Gauss-Newton matrix.
+"""Does curvature help, and can the endpoint hear it? Seven arms of aligning, then PEFT.
 
     python -m experiments.right_curvature     # goes on after a stop; a second one shares the work
 
-right_curvature.md is the protocol. Each run adds a line to a file of the results.
+right_curvature.md is the protocol. Each finished run adds a line to a file of the results.
 """
 
 import json
+import subprocess
 import time
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import torch
-import typer
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from align import batches_left, prepare, probe
-from bisslight import Hypergradient, algorithm_1
+from bisslight import Hypergradient, Map, agreement, algorithm_1
 from config import AlignConfig, Record
-from experiments.fair_race import fine_tune, settings_of_cell
+from data import Split, Task
+from experiments.fair_race import fine_tune, no_hypergradient, settings_of_cell
 from experiments.fair_race_plan import Cell
 from experiments.newton import NewtonPasses, newton
+from experiments.recipe import run_script
 from mfac import mfac
+from support.errors import UsageError
 from support.experiment import open_experiment
+from support.files import sha256, write_atomic
 from support.runs import Busy
 
 RESULTS = Path(__file__).with_name("right_curvature")
-ALIGN: Record = {  # what is not here is the paper's, or vit_mini's default
+ALIGN: Record = {  # what is not here, such as λ = 0.001, is the paper's, or vit_mini's default
     "alternations": 50, "warmup": 5, "lower_steps": 5, "upper_steps": 3, "p_batch": 64,
     "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2,
 }  # fmt: skip
-RATE, EPOCHS = 0.02, 30  # of PEFT
-LAMBDAS = (1e-3, 3e-3, 1e-2, 3e-2)  # the first is the paper's
-BACKBONES = range(12, 28)  # seeds of pretraining and of the split; 0 comes with the program
-ARMS: dict[str, Hypergradient] = {"0": lambda G, lam, H: torch.zeros_like, "F": mfac, "N": newton}
+LAST = 10  # alternations whose |q|/|g|, cosine and residual are told
+
+
+class Arm(NamedTuple):
+    """How an arm aligns."""
+
+    hypergrad: Hypergradient  # lines 10 and 13
+    others: tuple[str, ...] = ()  # the drawings of the g that line 13 gets; (): those of line 12
+    with_val: bool = False  # the validation drawings are among those that θ_D and φ_D train on
+
+
+ARMS: dict[str, Arm | None] = {
+    "direct": None,  # not aligned
+    "0": Arm(no_hypergradient),
+    "F": Arm(mfac),
+    "N": Arm(newton),
+    "V": Arm(newton, others=("val",)),
+    "0v": Arm(no_hypergradient, with_val=True),
+    "oracle": Arm(newton, others=("val", "test")),
+}
+LENGTHS = {"30 epochs": (30, 5), "5 epochs": (5, 1)}  # of PEFT: epochs, and those of warm-up
+CANDIDATES = {"30 epochs": (0.01, 0.02, 0.04), "5 epochs": (0.01, 0.02, 0.04, 0.08)}  # its rates
+Rates = dict[str, tuple[float, ...]]  # those that are run, for each length
 
 
 class Unit(NamedTuple):
     """One run to do."""
 
-    arm: str  # "0", "F" or "N"
-    lam: float
+    arm: str
     alphabet: str
-    backbone: int
-    seed: int
+    backbone: int  # the seed of its pretraining and of the split of the drawers
+    seed: int  # of θ, heads, batches and masks, the same in all arms
 
 
-CHOICE = [  # phase 0: each λ for each arm, in four cells of the choosing alphabets
-    Unit(arm, lam, alphabet, 0, seed)
-    for seed, alphabet in product((0, 1), ("Tagalog", "Early_Aramaic"))
-    for lam, arm in product(LAMBDAS, ARMS)
-]
+def plan(backbones: range, alphabets: tuple[str, ...]) -> list[Unit]:
+    """Every arm in every cell of a backbone, backbone by backbone."""
+    cells = product(backbones, (0, 1), alphabets, ARMS)
+    return [Unit(arm, alphabet, backbone, seed) for backbone, seed, alphabet, arm in cells]
+
+
+BACKBONES = range(28, 44)  # no earlier study had these
+CHOICE = plan(range(44, 46), ("Early_Aramaic", "Tagalog"))
+STUDY = plan(BACKBONES, ("Greek", "Balinese", "Latin"))
 
 
 class Run(NamedTuple):
-    """A run that was done, a line of a file."""
+    """A run that was done, a line of a file. A list has a number for each of the upper steps."""
 
-    unit: Unit
-    accuracy: float  # percent of the held-out drawings, after the last epoch of PEFT
+    arm: str
+    alphabet: str
+    backbone: int
+    seed: int
+    ends: dict[str, dict[str, float]]  # accuracy (%) of the test drawings by length and rate
     images: int  # how many these are
-    objective: float  # L^D(θ_P) + L^D(θ_D) with φ_D after align, on all training images
-    of_test: float  # the same on the test images
-    last: Record  # what align logs, means over its last ten alternations
-    cpu: float  # seconds, without pretraining
+    objective: float | None  # L^D(θ_P) + L^D(θ_D) after align, on all ten training drawers
+    of_test: float | None  # the same on the test drawers
+    q_over_g: Sequence[float]
+    cosine: Sequence[float]  # of q and of the g that it answers
+    residual: Sequence[float]  # |g − q − N q/λ| / |g|, of arms with N
+    worst: float | None  # the largest residual of the run
+    cpu_align: float  # seconds
+    cpu_peft: float  # all lengths and rates together
+    weights: str  # sha256 of the backbone's file
+    time: str  # when the run ended, UTC
+    commit: str
+
+    @property
+    def unit(self) -> Unit:
+        """What this was a run of."""
+        return Unit(self.arm, self.alphabet, self.backbone, self.seed)
 
 
-def run_unit(unit: Unit, out: Path) -> Run:
-    """Align and fine-tune; a backbone that is not in OUT is pretrained."""
-    # The seed, of θ, heads, batches and masks, is the same in all arms.
-    settings = settings_of_cell(Cell(unit.alphabet, unit.backbone, unit.seed), out)
-    started = time.process_time()
-    cfg = AlignConfig(**settings, **ALIGN, lam=unit.lam)
-    experiment = open_experiment(cfg)
-    prepared = prepare(experiment, ARMS[unit.arm])
-    list(probe(experiment, prepared))
-    state, task, head, hypergrad, _ = prepared
-    batches = batches_left(experiment, prepared)
-    passes = NewtonPasses(task=task)  # type: ignore[arg-type]
-    logs = [*algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes)][-10:]
-    last = {}
-    for name in ("q_over_g", "cosine", "distance", "loss_D_at_P", "loss_D_at_D", "loss_P"):
-        last[name] = fmean(fmean(getattr(log, name)) for log in logs)
-    score, data = partial(experiment.score, phi_D=head.with_stats), experiment.task
+class Aligned(NamedTuple):
+    """What aligning ended with, none of it without aligning; the names are those of `Run`."""
+
+    theta_P: Tensor | None = None
+    objective: float | None = None
+    of_test: float | None = None
+    q_over_g: Sequence[float] = ()
+    cosine: Sequence[float] = ()
+    residual: Sequence[float] = ()
+    worst: float | None = None
+
+
+def align_arm(arm: Arm, cfg: AlignConfig, task: Task | None = None) -> Aligned:
+    """Algorithm 1 as the arm has it. `task` is used instead of the data set of the settings."""
+    experiment = open_experiment(cfg, task)
+    trained, passes = experiment, experiment.passes
+    if arm.with_val:
+        trained = replace(experiment, task=train_on(experiment.task, "train", "val"))
+    prepared = prepare(trained)
+    list(probe(trained, prepared))
+    state, pretext_task, head, _, _ = prepared
+    batches = batches_left(trained, prepared)
+    answers: list[Tensor] = []  # |q|/|g|, cosine and residual of each query
+    if arm.others:
+        elsewhere = replace(experiment, task=train_on(experiment.task, *arm.others))
+        queries = range(cfg.alternations * cfg.upper_steps)
+        asked = elsewhere.examples("query", cfg.seed, cfg.d_batch, queries, cfg.drop_path)
+
+    def hypergrad(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
+        """The arm's, of a g of the drawings that the arm asks; notes how well it is answered."""
+        product: Callable[[], Map] = cache(H)  # one graph for all products of an alternation
+        inverse = arm.hypergrad(G, lam, product)
+
+        def answer(g: Tensor) -> Tensor:
+            if arm.others:  # line 12 once more; φ_D still trains on the drawings of line 14
+                _, g, _ = passes.gradients(head.loss, state.theta_P, state.phi_D, next(asked))
+            q = inverse(g)
+            residual = g.new_tensor(torch.nan)
+            if arm.hypergrad is newton:
+                residual = (g - q - product()(q) / lam).norm() / g.norm()
+            answers.append(torch.stack([*agreement(g, q), residual]))
+            return q
+
+        return answer
+
+    of_MAE = NewtonPasses(task=pretext_task)  # type: ignore[arg-type]
+    list(algorithm_1(state, cfg, pretext_task, head.loss, hypergrad, *batches, of_MAE))
     thetas = (state.theta_P, state.theta_D)
-    of_train = sum(score(data.train, theta).loss for theta in thetas)
-    of_test = sum(score(data.test, theta).loss for theta in thetas)
-    images = len(data.val.targets) + len(data.test.targets)
-    held_out = fine_tune(settings, RATE, EPOCHS, state.theta_P.detach()).held_out
-    cpu = time.process_time() - started
-    return Run(unit, held_out, images, of_train, of_test, last, cpu)
+    splits = (experiment.task.train, experiment.task.test)
+    score = partial(experiment.score, phi_D=head.with_stats)
+    objective, of_test = (sum(score(split, theta).loss for theta in thetas) for split in splits)
+    noted = torch.stack(answers).view(cfg.alternations, cfg.upper_steps, 3)
+    q_over_g, cosine, residual = noted[-LAST:].mean(0).T.tolist()
+    aligned = Aligned(state.theta_P.detach(), objective, of_test, q_over_g, cosine)
+    if arm.hypergrad is newton:
+        aligned = aligned._replace(residual=residual, worst=float(noted[..., 2].max()))
+    return aligned
 
 
-def rounds_of(own: dict[str, float]) -> list[tuple[str, list[Unit]]]:
-    """Phase 2: a round is a seed, an alphabet and a λ, the paper's or each arm's `own`."""
-    lambdas = {"the paper's λ": dict.fromkeys(ARMS, LAMBDAS[0]), "own λ": own}
-    rounds = []
-    for seed, alphabet, name in product((0, 1), ("Greek", "Balinese", "Latin"), lambdas):
-        cells = product(BACKBONES, ARMS)
-        rounds.append((name, [Unit(x, lambdas[name][x], alphabet, k, seed) for k, x in cells]))
-    return rounds
+def train_on(task: Task, *names: str) -> Task:
+    """The task with the images of these splits as its training images."""
+    splits = [getattr(task, name) for name in names]
+    images = torch.cat([torch.as_tensor(split.images) for split in splits])
+    return task._replace(train=Split(images, torch.cat([split.targets for split in splits])))
 
 
-def choose(runs: list[Run]) -> dict[str, float]:
-    """Each arm's own λ: that with the best mean accuracy; of equal ones the lower."""
+def run_unit(unit: Unit, rates: Rates, settings: Record, weights: str) -> Run:
+    """Align, and fine-tune at each length and rate from the θ_P that it ends with."""
+    started = time.process_time()
+    arm, aligned = ARMS[unit.arm], Aligned()
+    if arm:
+        aligned = align_arm(arm, AlignConfig(**settings, **ALIGN))
+    between = time.process_time()
+    ends: dict[str, dict[str, float]] = {}
+    for length, (epochs, warmup) in LENGTHS.items():
+        ends[length] = {}
+        for rate in rates[length]:
+            tuned = fine_tune(settings, rate, epochs, aligned.theta_P, warmup)
+            ends[length][f"{rate:g}"] = tuned.curve[epochs]
+    numbers = aligned._asdict()
+    del numbers["theta_P"]
+    return Run(
+        **unit._asdict(),
+        ends=ends,
+        images=tuned.images,
+        **numbers,
+        cpu_align=between - started,
+        cpu_peft=time.process_time() - between,
+        weights=weights,
+        time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        commit=commit(),
+    )
 
-    def mean(arm: str, lam: float) -> float:
-        return fmean(run.accuracy for run in runs if run.unit[:2] == (arm, lam))
 
-    return {arm: max(LAMBDAS, key=partial(mean, arm)) for arm in ARMS}
+@cache
+def commit() -> str:
+    """The commit that runs; "-dirty" follows where its files were changed."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def choose(runs: list[Run]) -> dict[str, Rates]:
+    """Of each arm and length the rate with the best mean accuracy; of equal ones the lower."""
+    chosen: dict[str, Rates] = {}
+    for arm in ARMS:
+        chosen[arm] = {}
+        for length, rates in CANDIDATES.items():
+            means = {}
+            for rate in rates:
+                means[rate] = fmean(run.ends[length][f"{rate:g}"] for run in runs if run.arm == arm)
+            chosen[arm][length] = (max(rates, key=means.__getitem__),)
+    return chosen
 
 
 def read_runs(path: Path) -> dict[Unit, Run]:
     """The runs of a file; none if it is not there."""
-    runs = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        unit, *rest = json.loads(line)
-        runs[Unit(*unit)] = Run(Unit(*unit), *rest)
-    return runs
+    lines = path.read_text().splitlines() if path.exists() else []
+    runs = [Run(**json.loads(line)) for line in lines]
+    return {run.unit: run for run in runs}
 
 
-def run_all(units: list[Unit], out: Path, path: Path) -> None:
-    """Run those that the file has no line of and no other process is at, and add their lines."""
-    for unit in units:
-        lock = FileLock(out / f"{'-'.join(map(str, unit))}.lock", timeout=0)
-        try:
-            with lock:
+def run_all(units: list[Unit], rates: dict[str, Rates], out: Path, path: Path) -> None:
+    """Until none is missing in the file: do the first that no other process is at, add its line."""
+    while missing := [unit for unit in units if unit not in read_runs(path)]:
+        for unit in missing:
+            lock = FileLock(out / f"{'-'.join(map(str, unit))}.lock", timeout=0)
+            with suppress(Busy, Timeout), lock:  # Busy: another process pretrains the backbone
                 if unit not in read_runs(path):
-                    line = json.dumps(run_unit(unit, out))
-                    with path.open("a") as file:
-                        file.write(line + "\n")
-        except (Busy, Timeout):  # Busy: it pretrains the backbone
-            pass
+                    cell = Cell(unit.alphabet, unit.backbone, unit.seed)
+                    settings = settings_of_cell(cell, out)  # pretrains a backbone that is missing
+                    weights = digest(settings["weights"], unit.backbone, path)
+                    add_line(run_unit(unit, rates[unit.arm], settings, weights), path, out)
+                break
+        else:
+            time.sleep(10)  # other processes are at all that is missing
+
+
+def digest(weights: Path, backbone: int, path: Path) -> str:
+    """The backbone's sha256. Raises UsageError if lines of the file are of other weights."""
+    found = sha256(weights / "backbone.pth" if weights.is_dir() else weights)
+    for run in read_runs(path).values():
+        if run.backbone == backbone and run.weights != found:
+            raise UsageError(
+                f"{path}: backbone {backbone} was another file there ({run.weights[:12]}, here "
+                f"{found[:12]}), since processors round differently; put that file into {weights}, "
+                "or remove the lines of this backbone, so that its round begins anew"
+            )
+    return found
+
+
+def add_line(run: Run, path: Path, out: Path) -> None:
+    """Write the file anew with one more line."""
+    with FileLock(out / "results.lock"):
+        before = path.read_text() if path.exists() else ""
+        write_atomic(path, before + json.dumps(run._asdict()) + "\n")
 
 
 def main(out: Path = Path("runs/right_curvature"), results: Path = RESULTS) -> None:
-    """Go on with phase 0, and once it is finished with phase 2; OUT is where backbones are."""
+    """Go on with the choice of rates, then with the study; OUT is where the backbones are."""
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    run_all(CHOICE, out, results / "choice.jsonl")
-    choice = read_runs(results / "choice.jsonl")
-    if len(choice) == len(CHOICE):
-        for _, units in rounds_of(choose([*choice.values()])):
-            run_all(units, out, results / "runs.jsonl")
+    results.mkdir(exist_ok=True)
+    choice, study = results / "choice.jsonl", results / "runs.jsonl"
+    run_all(CHOICE, dict.fromkeys(ARMS, CANDIDATES), out, choice)
+    run_all(STUDY, choose([*read_runs(choice).values()]), out, study)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

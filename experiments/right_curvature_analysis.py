@@ -1,4 +1,4 @@
-"""What the runs of the right curvature say: the choice of phase 0, the comparisons of phase 2.
+"""What the runs of the right curvature say: the rates that were chosen, the comparisons.
 
 python -m experiments.right_curvature_analysis    # rules: right_curvature.md
 """
@@ -7,85 +7,124 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-import typer
-
 from config import Record
 from experiments import right_curvature as plan
-from experiments.fair_race_analysis import Difference, difference, holm
-from experiments.recipe import markdown
+from experiments.fair_race_analysis import Difference, difference, holm, verdict
+from experiments.recipe import markdown, run_script
 
+COMPARED = (("N", "0"), ("V", "0v"), ("F", "0"), ("0", "direct"))
+CONTROL = ("oracle", "0")  # without it there is no verdict: see HEARD
+HEARD = 2.0  # points that the lower end of the control's interval has to be above
 Runs = dict[plan.Unit, plan.Run]
-SMALL = 2.0  # points
-NEEDED = 12  # the gate: backbones of 16 on which the objective is lower with N than with q = 0
 
 
 def main(results: Path = plan.RESULTS) -> None:
-    """Print the means of every arm at every λ, and the comparisons of whole rounds."""
+    """Print the accuracies of each rate; of whole rounds the means and the comparisons."""
     choice = plan.read_runs(results / "choice.jsonl")
-    print(markdown(arm_rows(choice)))
-    if len(choice) == len(plan.CHOICE):
-        own = plan.choose([*choice.values()])
-        runs = plan.read_runs(results / "runs.jsonl")
-        rounds = plan.rounds_of(own)
-        whole = [(name, units) for name, units in rounds if runs.keys() >= {*units}]
-        print(f"\nown λ: {own}\n\nPhase 2: {len(whole)} of {len(rounds)} rounds are whole\n")
-        if whole:
-            counted = set().union(*(units for _, units in whole))
-            print(markdown(arm_rows({unit: runs[unit] for unit in counted})))
-            print(f"\n{markdown(compare(runs, whole, final=len(whole) == len(rounds)))}")
+    print(f"choice: {len(choice)} of {len(plan.CHOICE)} runs")
+    if len(choice) < len(plan.CHOICE):
+        return
+    print(markdown(rate_rows([*choice.values()])))
+    runs = whole_rounds(plan.read_runs(results / "runs.jsonl"))
+    rounds = len(runs) // (len(plan.STUDY) // len(plan.BACKBONES))
+    print(f"\n{rounds} of {len(plan.BACKBONES)} rounds are whole\n")
+    if rounds > 1:  # one has no interval
+        print(markdown(arm_rows(runs)))
+        for length in plan.LENGTHS:
+            rows = compare(runs, length, final=rounds == len(plan.BACKBONES))
+            print(f"\nPEFT of {length}\n\n{markdown(rows)}")
+
+
+def rate_rows(runs: list[plan.Run]) -> list[Record]:
+    """A row for each arm and length: the mean accuracy at each rate, and the rate that is taken."""
+    rows: list[Record] = []
+    chosen = plan.choose(runs)
+    rates = sorted({rate for of_length in plan.CANDIDATES.values() for rate in of_length})
+    for length, arm in product(plan.LENGTHS, plan.ARMS):
+        row: Record = {"PEFT of": length, "arm": arm}
+        for rate in rates:
+            ends = [run.ends[length].get(f"{rate:g}") for run in runs if run.arm == arm]
+            row[f"{rate:g}"] = None if None in ends else f"{fmean(filter(None, ends)):.1f}"
+        rows.append(row | {"taken": chosen[arm][length][0]})
+    return rows
+
+
+def whole_rounds(runs: Runs) -> Runs:
+    """The runs of those backbones that have all theirs, of one backbone's file each."""
+    whole: Runs = {}
+    for backbone in plan.BACKBONES:
+        units = [unit for unit in plan.STUDY if unit.backbone == backbone]
+        if runs.keys() >= {*units}:
+            of_round = {unit: runs[unit] for unit in units}
+            assert len({run.weights for run in of_round.values()}) == 1, backbone
+            whole |= of_round
+    return whole
+
+
+def end(run: plan.Run, length: str) -> float:
+    """Test accuracy at the rate that was chosen."""
+    (accuracy,) = run.ends[length].values()
+    return accuracy
 
 
 def arm_rows(runs: Runs) -> list[Record]:
-    """A row for each arm and λ: means over its runs."""
+    """A row for each arm: means over its runs, without p; of three queries three numbers."""
     rows: list[Record] = []
-    for arm, lam in product(plan.ARMS, plan.LAMBDAS):
-        of_arm = [run for run in runs.values() if run.unit[:2] == (arm, lam)]
-        if of_arm:
-            row: Record = {"arm": arm, "λ": lam, "runs": len(of_arm)}
-            for name in ("accuracy", "objective", "of_test", "cpu"):
-                row[name] = fmean(getattr(run, name) for run in of_arm)
-            for name in ("q_over_g", "cosine", "distance"):
-                row[name] = fmean(run.last[name] for run in of_arm)
-            rows.append(row)
+    for arm in plan.ARMS:
+        of_arm = [run for run in runs.values() if run.arm == arm]
+        row: Record = {"arm": arm}
+        for length in plan.LENGTHS:
+            row[length] = f"{fmean(end(run, length) for run in of_arm):.2f}"
+        for name in ("objective", "of_test"):
+            numbers = [getattr(run, name) for run in of_arm]
+            row[name] = None if None in numbers else f"{fmean(numbers):.3f}"
+        for name in ("q_over_g", "cosine", "residual"):
+            by_query = zip(*(getattr(run, name) for run in of_arm), strict=True)
+            row[name] = ", ".join(f"{fmean(numbers):.2f}" for numbers in by_query)
+        worst = [run.worst for run in of_arm if run.worst is not None]
+        row["worst"] = f"{max(worst):.2f}" if worst else None
+        row["CPU-s of align"] = f"{fmean(run.cpu_align for run in of_arm):.0f}"
+        row["of PEFT"] = f"{fmean(run.cpu_peft for run in of_arm):.0f}"
+        rows.append(row)
     return rows
 
 
-def by_backbone(value: str, other: str, runs: Runs, rounds: list[list[plan.Unit]]) -> list[float]:
-    """For each backbone the mean over its cells of N minus another arm, of a field of `Run`."""
+def by_backbone(runs: Runs, pair: tuple[str, str], length: str) -> list[float]:
+    """For each backbone the mean over its cells of the first arm minus the second."""
     means = []
-    for number in plan.BACKBONES:
-        differences = []
-        for units in rounds:
-            arm = {x.arm: getattr(runs[x], value) for x in units if x.backbone == number}
-            differences.append(arm["N"] - arm[other])
-        means.append(fmean(differences))
+    for backbone in dict.fromkeys(run.backbone for run in runs.values()):
+        gains = []
+        for unit, run in runs.items():
+            if (unit.arm, unit.backbone) == (pair[0], backbone):
+                gains.append(end(run, length) - end(runs[unit._replace(arm=pair[1])], length))
+        means.append(fmean(gains))
     return means
 
 
-def compare(runs: Runs, whole: list[tuple[str, list[plan.Unit]]], final: bool) -> list[Record]:
-    """N minus each other arm at both λ; Holm's correction is over all that are there."""
-    rows, found = list[Record](), list[Difference]()
-    for name, other in product(dict(whole), ("0", "F")):
-        rounds = [units for of_name, units in whole if of_name == name]
-        gate = sum(x < 0 for x in by_backbone("objective", "0", runs, rounds))
-        found.append(difference(by_backbone("accuracy", other, runs, rounds)))
-        rows.append({"at": name, "N minus": other, "rounds": len(rounds), "gate": gate})
+def compare(runs: Runs, length: str, final: bool) -> list[Record]:
+    """The control, then the four comparisons with Holm's correction over them."""
+    control, *found = (difference(by_backbone(runs, x, length)) for x in (CONTROL, *COMPARED))
+    words = "heard" if control.low > HEARD else "deaf"
+    rows = [row_of(CONTROL, control, f"{control.p:.2g}", words if final else "not yet")]
     adjusted = holm([one.p for one in found])
-    for row, one, p in zip(rows, found, adjusted, strict=True):
-        row["mean"] = f"{one.mean:+.2f}"
-        row["95 % interval"] = f"{one.low:+.2f} to {one.high:+.2f}"
-        row["p (Holm)"] = f"{one.p:.2g} ({p:.2g})"
-        row["verdict"] = verdict(one, p, row["gate"], row["N minus"]) if final else "not yet"
+    for pair, one, p in zip(COMPARED, found, adjusted, strict=True):
+        words = verdict(one, p) if control.low > HEARD else "none, the endpoint is deaf"
+        rows.append(row_of(pair, one, f"{one.p:.2g} ({p:.2g})", words if final else "not yet"))
     return rows
 
 
-def verdict(one: Difference, p: float, gate: int, other: str) -> str:
-    if gate < NEEDED:
-        return "the better gradient was not followed"
-    if p < 0.05 and one.mean >= SMALL:
-        return "N helps"
-    return "bounded" if other == "0" and one.high < SMALL else "open"
+def row_of(pair: tuple[str, str], one: Difference, p: str, words: str) -> Record:
+    interval = f"{one.low:+.2f} to {one.high:+.2f}"
+    difference_of = f"{pair[0]} − {pair[1]}"
+    mean = f"{one.mean:+.2f}"
+    return {
+        "points": difference_of,
+        "mean": mean,
+        "95 % interval": interval,
+        "p (Holm)": p,
+        "verdict": words,
+    }
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

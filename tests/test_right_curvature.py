@@ -1,74 +1,139 @@
-"""The right curvature: its analysis on simulated runs, its hypergradient against a dense matrix."""
+"""The right curvature: which labels an arm sees, q by a dense matrix, the analysis by scipy."""
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from align import batches_left, prepare
 from config import AlignConfig
+from data import Task
 from experiments import right_curvature as plan
 from experiments import right_curvature_analysis as analysis
+from experiments.fair_race import fine_tune, settings_of_cell
+from experiments.fair_race_plan import Cell
 from experiments.newton import NewtonPasses, newton
+from hypergradients import cg
+from support.benchmarks import omniglot_task
+from support.errors import UsageError
 from support.experiment import open_experiment
 
-OWN = {"0": 0.03, "F": 0.01, "N": 0.001}
+FEW = {"alternations": 2, "warmup": 0, "lower_steps": 1, "upper_steps": 2, "probe_epochs": 1}
 
 
-def simulate(gain: float, seed: int, lower: float = 0.2) -> dict[plan.Unit, plan.Run]:
-    """Runs in which N gains so many points, and has an objective that is lower by `lower`.
-
-    Deviations are 2.9 between two runs and 1.8 between backbones, as they once were measured.
-    """
-    random = Random(seed)
-    own = {(arm, k): random.gauss(0, 1.8 / 2**0.5) for arm in plan.ARMS for k in plan.BACKBONES}
-    runs = {}
-    for _, units in plan.rounds_of(OWN):
-        for unit in units:
-            is_N = unit.arm == "N"
-            noise = own[unit.arm, unit.backbone] + random.gauss(0, 2.9 / 2**0.5)
-            objective = 1.5 + random.gauss(0, 0.1) - lower * is_N
-            fields: Any = (40 + gain * is_N + noise, 170, objective, 3.0, {}, 1.0)
-            runs[unit] = plan.Run(unit, *fields)
-    return runs
+# --- the program ----------------------------------------------------------------------------------
 
 
-def rows(runs: dict[plan.Unit, plan.Run]) -> list[dict[str, Any]]:
-    return analysis.compare(runs, plan.rounds_of(OWN), final=True)
+def aligned(name: str, task: Task) -> plan.Aligned:
+    """Two alternations of an arm."""
+    arm = plan.ARMS[name]
+    assert arm
+    settings = {"backbone": "vit_mini", "dataset": "omniglot:Tagalog", "p_batch": 16, "lam": 0.001}
+    return plan.align_arm(arm, AlignConfig.model_validate(settings | FEW), task)
 
 
-def test_a_planted_gain_is_found_and_no_gain_is_bounded() -> None:
-    assert rows(simulate(4.0, 0))[0]["verdict"] == "N helps"
-    assert rows(simulate(0.0, 0))[0]["verdict"] == "bounded"
-    worse = rows(simulate(4.0, 0, lower=-0.2))[0]
-    assert (worse["gate"], worse["verdict"]) == (0, "the better gradient was not followed")
+def theta_of(name: str, task: Task) -> Tensor:
+    theta_P = aligned(name, task).theta_P
+    assert theta_P is not None
+    return theta_P
 
 
-def test_means_are_those_of_the_backbones_by_hand() -> None:
-    runs = simulate(1.0, 0)
-    of_N = [run for unit, run in runs.items() if unit.arm == "N"]
-    gains = [run.accuracy - runs[run.unit._replace(arm="F")].accuracy for run in of_N]
-    row = rows(runs)[1]
-    assert row["N minus"] == "F" and row["rounds"] == 6
-    assert float(row["mean"]) == pytest.approx(sum(gains) / len(gains), abs=0.01)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [("0", []), ("F", []), ("N", []), ("V", ["val"]), ("0v", ["val"]), ("oracle", ["val", "test"])],
+)
+def test_an_arm_sees_the_labels_that_the_protocol_names_and_no_others(
+    name: str, seen: list[str]
+) -> None:
+    """θ_P ends elsewhere if, and only if, labels are changed that the arm sees."""
+    task = omniglot_task("Tagalog", 0)
+    theta_P = theta_of(name, task)
+    changed = []
+    for part in ("val", "test"):
+        split = getattr(task, part)
+        other = type(split)(split.images, split.targets.flip(0))
+        if not torch.equal(theta_of(name, task._replace(**{part: other})), theta_P):
+            changed.append(part)
+    assert changed == seen
 
 
-def test_rounds_are_balanced_and_no_run_is_planned_twice_but_where_lambdas_agree() -> None:
-    rounds = plan.rounds_of(OWN)
-    units = {unit for _, of_round in rounds for unit in of_round}
-    assert len(rounds) == 12
-    assert all(len(of_round) == 48 for _, of_round in rounds)
-    assert len(units) == 12 * 48 - 6 * 16  # N's own λ is the paper's
+def test_the_head_never_trains_on_what_q_alone_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With q taken away, V is arm 0 to the bit, though its g were computed."""
+    arm = plan.ARMS["V"]
+    assert arm
+    silent = arm._replace(hypergrad=lambda G, lam, H: torch.zeros_like)
+    monkeypatch.setitem(plan.ARMS, "V", silent)
+    task = omniglot_task("Tagalog", 0)
+    silent_V, zero = aligned("V", task), aligned("0", task)
+    torch.testing.assert_close(silent_V.theta_P, zero.theta_P, rtol=0, atol=0)
+    assert (silent_V.objective, silent_V.of_test) == (zero.objective, zero.of_test)
 
 
-def test_the_choice_takes_the_best_mean_and_of_equal_ones_the_lower() -> None:
-    best = {"0": 0.03, "F": 0.003, "N": None}
-    runs = [plan.Run(x, 40.0 + (best[x.arm] == x.lam), 1, 1, 1, {}, 1) for x in plan.CHOICE]
-    assert plan.choose(runs) == {"0": 0.03, "F": 0.003, "N": 0.001}
+@pytest.mark.slow
+def test_peft_trains_on_the_ten_drawers_in_every_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies are those of `fine_tune` from the θ_P of the arm; those of direct from none."""
+    monkeypatch.setattr(plan, "ALIGN", plan.ALIGN | FEW)
+    monkeypatch.setattr(plan, "LENGTHS", {"30 epochs": (2, 1), "5 epochs": (1, 0)})
+    monkeypatch.setattr(plan, "commit", lambda: "made up")
+    settings = settings_of_cell(Cell("Tagalog", 0, 9), tmp_path)
+    rates = {"30 epochs": (0.02,), "5 epochs": (0.02, 0.04)}
+    for name in ("0v", "direct"):
+        run = plan.run_unit(plan.Unit(name, "Tagalog", 0, 9), rates, settings, "digest")
+        arm, theta_P = plan.ARMS[name], None
+        if arm:
+            theta_P = plan.align_arm(arm, AlignConfig(**settings, **plan.ALIGN)).theta_P
+        assert run.ends["30 epochs"]["0.02"] == fine_tune(settings, 0.02, 2, theta_P, 1).curve[2]
+        assert run.ends["5 epochs"]["0.04"] == fine_tune(settings, 0.04, 1, theta_P, 0).curve[1]
+        assert run.images == len(omniglot_task("Tagalog", 0).test.targets)
+
+
+def test_every_run_is_done_once_also_after_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[plan.Unit] = []
+
+    def run_unit(unit: plan.Unit, rates: plan.Rates, settings: Any, weights: str) -> plan.Run:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(unit)
+        return made_up(unit, {"30 epochs": {"0.01": 1.0}, "5 epochs": {"0.01": 2.0}}, weights)
+
+    monkeypatch.setattr(plan, "run_unit", run_unit)
+    units = [plan.Unit(arm, "Tagalog", 0, 0) for arm in ("direct", "0", "F", "N", "V")]
+    rates: Any = {arm: {} for arm in plan.ARMS}
+    path = tmp_path / "runs.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        plan.run_all(units, rates, tmp_path, path)
+    first = path.read_text()
+    monkeypatch.setattr(plan, "run_unit", lambda unit, *_: made_up(unit, {}, _[-1]))
+    plan.run_all(units, rates, tmp_path, path)
+    assert path.read_text().startswith(first)
+    assert [json.loads(line)["arm"] for line in path.read_text().splitlines()] == [
+        unit.arm for unit in units
+    ]
+    assert [*plan.read_runs(path)] == units
+
+
+def test_a_round_is_not_continued_with_another_backbone(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    plan.add_line(made_up(plan.Unit("0", "Greek", 28, 0), {}, "0" * 64), path, tmp_path)
+    weights = tmp_path / "pretrain-28"
+    weights.mkdir()
+    (weights / "backbone.pth").write_bytes(b"other")
+    with pytest.raises(UsageError, match=r"backbone 28 was another file .* begins anew"):
+        plan.digest(weights, 28, path)
+    assert plan.digest(weights, 29, path) == plan.sha256(weights / "backbone.pth")
 
 
 def point() -> tuple[Any, Tensor, Any, Any]:
@@ -86,7 +151,7 @@ def point() -> tuple[Any, Tensor, Any, Any]:
 
 
 def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
-    """J by forward differentiation, column by column; q by solving in the Krylov space of g."""
+    """J by forward differentiation; q of every query by solving in its own Krylov space."""
     task, theta, phi, batch = point()
 
     def pixels(flat: Tensor) -> Tensor:
@@ -97,52 +162,143 @@ def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
     N = 2 / len(J) * J.mT @ J
     H = NewtonPasses(task=task).hessian(task.loss, theta, phi, batch)
     rng = torch.Generator().manual_seed(1)
-    g, later = torch.randn(2, *theta.shape, generator=rng, dtype=torch.float64)
-    torch.testing.assert_close(H(g).flatten(), N @ g.flatten(), rtol=1e-9, atol=1e-12)
+    queries = torch.randn(2, *theta.shape, generator=rng, dtype=torch.float64)
+    torch.testing.assert_close(H(queries[0]).flatten(), N @ queries[0].flatten())
 
-    lam = 1e-3
-    A = N + lam * torch.eye(len(N), dtype=N.dtype)
-    krylov = [g.flatten()]
-    for _ in range(4):
-        krylov.append(A @ krylov[-1] / (A @ krylov[-1]).norm())
-    P, _ = torch.linalg.qr(torch.stack(krylov, 1))
-    inverse = newton(theta[:, None], lam, lambda: H, count=5)
-    for query in (g, later):
-        dense = query.flatten() - P @ torch.linalg.solve(P.mT @ A @ P, P.mT @ N @ query.flatten())
-        torch.testing.assert_close(inverse(query).flatten(), dense, rtol=1e-6, atol=1e-9)
-
-    lam = float(torch.linalg.eigvalsh(N)[-1]) / 20  # so that 40 directions are enough
-    exact = lam * torch.linalg.solve(N + lam * torch.eye(len(N)).double(), g.flatten())
-    enough = newton(theta[:, None], lam, lambda: H, count=40)(g).flatten()
-    torch.testing.assert_close(enough, exact, rtol=1e-6, atol=1e-6)
+    lam = float(torch.linalg.eigvalsh(N)[-1]) / 1000  # eight directions are then not enough
+    A = N + lam * torch.eye(len(N)).double()
+    inverse = newton(theta[:, None], lam, lambda: H)
+    for query in queries:
+        krylov = [query.flatten()]
+        for _ in range(7):
+            krylov.append(A @ krylov[-1] / (A @ krylov[-1]).norm())
+        P, _ = torch.linalg.qr(torch.stack(krylov, 1))
+        dense = lam * P @ torch.linalg.solve(P.mT @ A @ P, P.mT @ query.flatten())
+        torch.testing.assert_close(inverse(query).flatten(), dense, rtol=1e-5, atol=1e-9)
 
 
-def test_a_run_is_done_once_and_its_line_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few = {"alternations": 2, "warmup": 0, "lower_steps": 1, "upper_steps": 1, "probe_epochs": 1}
-    monkeypatch.setattr(plan, "ALIGN", plan.ALIGN | few)
-    monkeypatch.setattr(plan, "EPOCHS", 1)
-    units = [plan.Unit(arm, 0.001, "Tagalog", 0, 9) for arm in plan.ARMS]
-    path = tmp_path / "runs.jsonl"
-    plan.run_all(units, tmp_path, path)
-    first = path.read_text()
-    plan.run_all(units, tmp_path, path)
-    assert path.read_text() == first
-    runs = plan.read_runs(path)
-    assert [*runs] == units
-    assert json.loads(json.dumps([*runs.values()])) == [json.loads(x) for x in first.splitlines()]
-    assert [runs[unit].last["q_over_g"] > 0 for unit in units] == [False, True, True]
-    right = [run.accuracy * run.images / 100 for run in runs.values()]
-    assert right == pytest.approx([round(number) for number in right])
+def test_the_residual_of_each_query_is_that_of_eq_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More directions make it smaller; arms without N have none."""
+    task = omniglot_task("Tagalog", 0)
+    eight = aligned("N", task)
+    assert len(eight.residual) == FEW["upper_steps"] and eight.worst
+    assert all(0 < one <= eight.worst < 0.2 for one in eight.residual)
+    assert not aligned("F", task).residual
+    one = partial(cg, iterations=1)
+    monkeypatch.setattr(plan, "newton", one)
+    monkeypatch.setitem(plan.ARMS, "N", plan.Arm(one))
+    assert min(aligned("N", task).residual) > 2 * eight.worst
 
 
-def test_the_page_has_what_the_analysis_prints_of_the_runs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    analysis.main()
-    _, _, compared = capsys.readouterr().out.rpartition("| at |")
-    _, _, *rows = compared.strip().splitlines()
-    assert len(rows) == 4 and {*rows} <= {
-        *(plan.RESULTS.with_suffix(".md")).read_text().splitlines()
+# --- the analysis ---------------------------------------------------------------------------------
+
+
+def made_up(unit: plan.Unit, ends: Any, weights: str = "same") -> plan.Run:
+    """A line without a run."""
+    numbers: Any = (170, 1.5, 3.0, [0.0] * 3, [0.0] * 3, [0.1] * 3, 0.2, 30.0, 10.0)
+    return plan.Run(*unit, ends, *numbers, weights, "2026-11-27T03:00:00Z", "made up")
+
+
+def simulate(gains: dict[str, float], seed: int = 0, rounds: int = 16) -> analysis.Runs:
+    """Runs of whole rounds in which each arm gains so much.
+
+    Deviations are 2.9 points between two runs, 1.8 between backbones, as they once were measured.
+    """
+    random = Random(seed)
+    own = {pair: random.gauss(0, 1.8 / 2**0.5) for pair in product(plan.ARMS, plan.BACKBONES)}
+    runs = {}
+    for unit in plan.STUDY[: rounds * 42]:
+        ends = {}
+        for length in plan.LENGTHS:
+            noise = own[unit.arm, unit.backbone] + random.gauss(0, 2.9 / 2**0.5)
+            ends[length] = {"0.02": 40 + gains.get(unit.arm, 0.0) + noise}
+        runs[unit] = made_up(unit, ends)
+    return runs
+
+
+def rows(runs: analysis.Runs, final: bool = True) -> dict[str, Any]:
+    return {row["points"]: row for row in analysis.compare(runs, "5 epochs", final)}
+
+
+def test_means_intervals_and_p_are_those_of_scipy() -> None:
+    """Holm's correction by its definition: the k-th smallest of four p times 5 − k, no decrease."""
+    runs = simulate({"oracle": 6.0, "N": 0.8, "direct": -1.0})
+    found = rows(runs)
+    ps = {}
+    for first, second in (analysis.CONTROL, *analysis.COMPARED):
+        table = np.zeros((16, 3, 2, 2))
+        for unit, run in runs.items():
+            if unit.arm in (first, second):
+                alphabet = ("Greek", "Balinese", "Latin").index(unit.alphabet)
+                place = (unit.backbone - 28, alphabet, unit.seed, int(unit.arm == second))
+                table[place] = run.ends["5 epochs"]["0.02"]
+        gains = (table[..., 0] - table[..., 1]).mean((1, 2))
+        interval = stats.ttest_1samp(gains, 0).confidence_interval()
+        signs = 1 - 2 * (np.arange(2**16)[:, None] >> np.arange(16) & 1)
+        p = np.mean(abs(signs @ gains) >= abs(gains.sum()) - 1e-9)
+        row = found[f"{first} − {second}"]
+        assert float(row["mean"]) == pytest.approx(gains.mean(), abs=0.0051)
+        ends = [float(word) for word in row["95 % interval"].split(" to ")]
+        assert ends == pytest.approx([*interval], abs=0.0051)
+        assert float(row["p (Holm)"].split()[0]) == pytest.approx(p, rel=0.06)
+        ps[f"{first} − {second}"] = p
+    del ps["oracle − 0"]  # the control is no comparison
+    largest = 0.0
+    for rank, pair in enumerate(sorted(ps, key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (4 - rank) * ps[pair]))
+        printed = float(found[pair]["p (Holm)"].split("(")[1].rstrip(")"))
+        assert printed == pytest.approx(largest, rel=0.06)
+
+
+def test_a_planted_gain_is_found_no_gain_is_bounded_and_a_deaf_endpoint_says_nothing() -> None:
+    heard = rows(simulate({"oracle": 8.0, "V": 5.0, "direct": 5.0}))
+    assert heard["V − 0v"]["verdict"] == "ahead"
+    assert heard["N − 0"]["verdict"] == "no gain of 2 points"
+    assert heard["0 − direct"]["verdict"] == "behind, no gain of 2 points"
+    deaf = rows(simulate({"oracle": 2.0, "V": 5.0}))
+    assert deaf["oracle − 0"]["verdict"] == "deaf"
+    assert {deaf[f"{x} − {y}"]["verdict"] for x, y in analysis.COMPARED} == {
+        "none, the endpoint is deaf"
     }
+
+
+def test_only_whole_rounds_count_and_verdicts_wait_for_the_last() -> None:
+    runs = simulate({"oracle": 8.0}, rounds=3)
+    left_out = next(unit for unit in runs if unit.backbone == 29)
+    whole = analysis.whole_rounds({unit: run for unit, run in runs.items() if unit != left_out})
+    assert {unit.backbone for unit in whole} == {28, 30}
+    assert {row["verdict"] for row in rows(whole, final=False).values()} == {"not yet"}
+
+
+def test_a_round_is_each_arm_in_three_alphabets_and_two_seeds() -> None:
+    assert len(plan.STUDY) == len({*plan.STUDY}) == 16 * 3 * 2 * 7
+    assert [unit.backbone for unit in plan.STUDY] == sorted(unit.backbone for unit in plan.STUDY)
+    assert not {unit.alphabet for unit in plan.STUDY} & {unit.alphabet for unit in plan.CHOICE}
+    assert not {unit.backbone for unit in plan.STUDY} & {unit.backbone for unit in plan.CHOICE}
+
+
+def test_each_arm_and_length_takes_the_best_mean_and_of_equal_ones_the_lower_rate() -> None:
+    best = {"30 epochs": {"N": 0.04, "V": 0.02}, "5 epochs": {"N": 0.08, "direct": 0.04}}
+    runs = []
+    for unit in plan.CHOICE:
+        ends: Any = {}
+        for length, rates in plan.CANDIDATES.items():
+            taken = best[length].get(unit.arm)
+            ends[length] = {f"{rate:g}": 40.0 + (rate == taken) for rate in rates}
+        runs.append(made_up(unit, ends))
+    chosen = plan.choose(runs)
+    for arm, length in product(plan.ARMS, plan.LENGTHS):
+        assert chosen[arm][length] == (best[length].get(arm, 0.01),)
+
+
+def test_the_page_says_how_many_rounds_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the rows that the analysis prints of all sixteen."""
+    analysis.main()
+    printed = capsys.readouterr().out
+    page = plan.RESULTS.with_suffix(".md").read_text()
+    if "16 of 16" in printed:
+        assert all(line in page for line in printed.splitlines() if line.startswith("| "))
+    else:
+        runs = plan.read_runs(plan.RESULTS / "runs.jsonl")
+        rounds = len(analysis.whole_rounds(runs)) // 42
+        assert f"**{rounds} of 16 rounds are whole" in page
