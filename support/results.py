@@ -3,18 +3,23 @@
 This module does without torch, so that `bisslight evaluate` starts at once.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from config import Record
+from support.errors import as_read_error
 from support.screen import draw_table, format_accuracies
 
 
 class Score(BaseModel, frozen=True):
     """How good a model is on a split, such as the test images."""
 
-    accuracy: float  # percent: top-1, or mAP where an image has several classes
+    accuracy: float = Field(
+        ge=0, le=100
+    )  # percent: top-1, or mAP where an image has several classes
     loss: float  # mean over the images
     per_class: float | None = None  # percent: mean of the accuracies in each class; None with mAP
     right: int | None = None  # how many images were right; None with mAP
@@ -43,13 +48,19 @@ class AdapterInfo(BaseModel, frozen=True):
     data_sha256: Said = None  # of the labelled images, see `data.fingerprint`
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
+    seed: int | None = None  # of the run
+    versions: Said = None  # of this program and of torch
+    # The labelled images that θ was trained or chosen on, also before this run, see
+    # `support.adapters.name_images`. Result files leave them out.
+    seen: frozenset[str] | None = Field(default=None, exclude=True)
     # These are set by align alone.
+    pool_sha256: Said = None  # of the unlabelled images
+    pretext_sha256: Said = None  # of the file of a pretext task of one's own
     d_lr: float | None = None
     hypergrad: Said = None  # such as "mfac"
     unlike_paper: Record = {}  # settings that are not the paper's, by name
     # These are set by finetune alone.
     lr: float | None = None
-    seed: int | None = None
     classes: list[str] = []
 
 
@@ -70,9 +81,12 @@ class TrialResult(BaseModel, frozen=True):
     epoch: int | None = None  # number of the best epoch, from 1
     diverged: str | None = None  # where and how
     start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
+    start_seed: int | None = None  # of the run that made that adapter, if it says so
     start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
     cpu_seconds: float
     seconds: float
+    bisslight: Said = None  # the version of this program
+    torch: Said = None  # and that of torch
 
     @property
     def name(self) -> str:
@@ -93,6 +107,7 @@ class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
     metric: str  # such as "top-1 accuracy"
+    dataset: Said = None  # where its images were, such as "cub200"
     origin: AdapterInfo  # what the adapter of --from says of itself
     rates: list[float]  # --lr
     grid_seeds: int
@@ -100,6 +115,7 @@ class FinetuneResult(RunResult, frozen=True):
     tried: list[TrialResult]  # the trials that chose it; [] with a single rate
     trials: list[TrialResult]  # those of the chosen rate
     tests: list[Score]  # each trial's best epoch, tested once
+    versions: list[str] = []  # of this program and of torch, those of all trials
     start_cpu_seconds: float | None  # of all runs that the seeds start from, see `seconds_before`
 
     def __str__(self) -> str:
@@ -109,6 +125,14 @@ class FinetuneResult(RunResult, frozen=True):
         losers = [trial for trial in self.tried if trial.lr != self.lr]
         rows = [trial.as_row() for trial in [*losers, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
+
+
+def read_result(run: Path) -> FinetuneResult:
+    """The result of a finished finetune run. Raises UsageError where it is missing or damaged."""
+    file = run / "result.json"
+    remedy = "give a finished finetune run, or a folder of them"
+    with as_read_error(str(file), remedy):
+        return FinetuneResult(**json.loads(file.read_text()), out=str(run))
 
 
 def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:

@@ -118,7 +118,7 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict f empty", "empty", 2),
         ("predict f unknown --top 0", "--top", 2),
         ("predict f nowhere.png", "nowhere.png", 2),
-        ("predict f/adapter-s7.safetensors unknown", "adapter-s7", 2),
+        ("predict f/lr1/adapter.safetensors unknown", "lr1", 2),
         (f"predict f unknown --weights {pretrained / 'ijepa'}", "--weights", 2),
         ("predict f notes.txt", "notes.txt", 1),
     ):

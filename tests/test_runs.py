@@ -339,9 +339,8 @@ def same_grid() -> bool:
         for trial in result["tried"] + result["trials"]:
             del trial["cpu_seconds"], trial["seconds"]
     keys = ("tests", "tried", "trials", "lr", "rates")
-    return [a[k] for k in keys] == [b[k] for k in keys] and same(
-        "adapter-s0.safetensors", "adapter-s1.safetensors"
-    )
+    adapters = [f"{trial['lr']}-s{trial['seed']}/adapter.safetensors" for trial in a["trials"]]
+    return [a[k] for k in keys] == [b[k] for k in keys] and same(*(f"lr{x}" for x in adapters))
 
 
 GRID = "head='batchnorm' --epochs 3 --seeds 2 --lr 1e-1,3e-2 --warmup-epochs 1 --save-minutes 0"
@@ -359,7 +358,7 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
     assert cut(line, kill, "test.json", within=True) == -9
     assert cut(line, kill, "test.json") == -9
     scored = Path("cut/lr0.03-s0/test.json").stat().st_mtime_ns
-    assert cut(line, vanish, "adapter-s1.safetensors", within=True) == 9
+    assert cut(line, vanish, "result.json", within=True) == 9
     done(line)
     assert same_grid() and Path("cut/lr0.03-s0/test.json").stat().st_mtime_ns == scored
 

@@ -18,7 +18,7 @@ import lora
 from config import AlignConfig
 from data import rng
 from mae import MAE, Decoder, positions
-from support.adapters import load_adapter
+from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, find_weights, load_backbone
 from support.errors import UsageError
 from support.experiment import open_experiment
@@ -182,7 +182,7 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     done(f"finetune --from a {peft} --out f")
     assert json.loads(Path("f/config.json").read_text())["backbone"] == f"timm:{NAME}"
     done("export f")
-    theta, phi_D, _ = load_adapter(Path("f/adapter-s0.safetensors"))
+    theta, phi_D, _ = load_adapter(find_adapters(Path("f"))[0])
     images = torch.as_tensor(quilts(0)[1].test.images)[:8]
     big = torch.nn.functional.interpolate(images, 32, mode="nearest")
     x = lora.features(load(settings(image_size=32)).backbone, theta, 2 * big - 1)

@@ -1,0 +1,187 @@
+"""Program: what fine-tuning starts from: the adapters that --from names, and whether they fit."""
+
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from config import FinetuneConfig, find_runs
+from data import Task
+from support.adapters import find_adapters, load_adapter, name_images
+from support.errors import UsageError, as_usage_error
+from support.experiment import Experiment
+from support.files import read_json, sha256
+from support.results import AdapterInfo
+
+LOG = logging.getLogger("bisslight")
+
+
+class Start(NamedTuple):
+    """What a seed starts from."""
+
+    file: Path | None = None  # an adapter; None: a fresh θ
+    sha256: str | None = None  # of that file
+    info: AdapterInfo = AdapterInfo()  # what it says of itself
+
+
+def read_starts(cfg: FinetuneConfig) -> list[Start]:
+    """Find and read what each seed starts from. Raises UsageError where they are no seeds.
+
+    --from names a file, a finished run, or a folder of finished runs. If there are several
+    adapters in it, each seed has one of its own: align runs, or the seeds of a finetune run.
+    """
+    if cfg.start is None:
+        return [Start()] * cfg.seeds
+    files = [file for run in find_runs(cfg.start) for file in find_adapters(run)]
+    if len(files) == 1:
+        starts = [read_start(files[0])] * cfg.seeds
+    elif len(files) < cfg.seeds:
+        raise UsageError(f"--from {cfg.start}: has {len(files)} adapters, --seeds is {cfg.seeds}")
+    else:
+        starts = [read_start(file) for file in files[: cfg.seeds]]
+    check_seeds(starts, cfg)
+    check_alike(starts)
+    check_settings(starts[0], cfg)
+    return starts
+
+
+def read_start(file: Path) -> Start:
+    """Read what an adapter file says. Raises UsageError."""
+    return Start(file, sha256(file), load_adapter(file).info)
+
+
+def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+    """Refuse (UsageError) seeds that would count twice.
+
+    An earlier fine-tuning of one of this run's seeds had the same head and batches. Two adapters of
+    one align seed are one align run, made twice.
+    """
+    own_seeds = range(cfg.seed, cfg.seed + cfg.seeds)
+    by_seed: dict[int, Start] = {}  # of align runs
+    for start in starts:
+        seed = start.info.seed
+        if start.info.stage == "finetune" and seed in own_seeds:
+            raise UsageError(
+                f"--from {start.file}: is of seed {seed}, which this run has, too;"
+                " give another --seed"
+            )
+        if start.info.stage == "align" and seed is not None:
+            first = by_seed.setdefault(seed, start)
+            if first.sha256 != start.sha256:
+                raise UsageError(f"--from {start.file}: is of align seed {seed}, as {first.file}")
+    if len({start.sha256 for start in starts}) not in (1, len(starts)):
+        raise UsageError(f"--from {cfg.start}: has an adapter twice, so no run a seed")
+
+
+def check_alike(starts: Sequence[Start]) -> None:
+    """Refuse (UsageError) adapters that differ in more than their seeds and places."""
+    first = starts[0]
+    for start in starts:
+        if without_seed(start.info) != without_seed(first.info):
+            raise UsageError(
+                f"--from {start.file}: differs in more than the seed from {first.file}"
+            )
+
+
+def without_seed(info: AdapterInfo) -> AdapterInfo:
+    """What an adapter says, without what may differ between the align runs of one arm.
+
+    Of images that are known by their digest, the place may differ: each computer has its own copy.
+    """
+    unlike_paper = dict(info.unlike_paper)
+    changes = {"seed": None, "versions": None, "seen": None, "unlike_paper": unlike_paper}
+    if info.pool_sha256:
+        unlike_paper.pop("pool", None)
+    if info.data_sha256:
+        changes["dataset"] = None
+    return info.model_copy(update=changes)
+
+
+def check_settings(start: Start, cfg: FinetuneConfig) -> None:
+    """Refuse (UsageError) an adapter of another network or rank. What it does not say fits."""
+    ours = {"backbone": cfg.backbone, "rank": cfg.rank, "alpha": cfg.scale * cfg.rank}
+    for name, value in ours.items():
+        theirs = getattr(start.info, name)
+        if theirs not in (None, value):
+            raise UsageError(
+                f"--from {start.file}: has {name} {theirs}, this run {value}; align again"
+            )
+
+
+def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
+    """Refuse (UsageError) adapters of other weights, and those that have seen the test images."""
+    backbone = experiment.backbone
+    p = 4 * experiment.cfg.rank * backbone.dim  # numbers of LoRA in each layer
+    files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
+    for file in sorted(files):
+        theta, _, info = load_adapter(file)
+        with as_usage_error(f"--from {file}"):  # it turns ValueErrors into a UsageError
+            if theta.shape != (backbone.depth, p):
+                raise ValueError(
+                    f"has a θ of {tuple(theta.shape)}, this network needs {(backbone.depth, p)}"
+                )
+            if info.weights_sha256 not in (None, experiment.digests["weights_sha256"]):
+                raise ValueError("was trained on other --weights than this run's; align again")
+            check_unseen(info, experiment)
+
+
+def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> None:
+    """Refuse (ValueError) an adapter that was trained on test images of this run.
+
+    With the very images and splits of the adapter's run, that run has already asked this.
+    """
+    cfg = experiment.cfg
+    if info.data_sha256 == experiment.digests["data_sha256"]:
+        return
+    if info.seen is not None:
+        seen = find_seen(experiment.task, info.seen)
+        if seen:
+            names = " and ".join(seen[:2])
+            raise ValueError(
+                f"was trained on {len(seen)} of the {len(experiment.task.test.targets)} test"
+                f" images, such as {names}; take its data seed, --data-seed {info.data_seed}, and"
+                f" the images of {info.dataset} as they were, or align again"
+            )
+    elif info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
+        raise ValueError(
+            f"was trained on {info.dataset}, split otherwise, so it may have seen the test images;"
+            f" see its --data-seed {info.data_seed}, or align again"
+        )
+    else:
+        LOG.warning(
+            "--from: is of an older version, which kept no names of images: it is not known"
+            " whether θ was trained on these test images"
+        )
+
+
+def find_seen(task: Task, seen: Collection[str]) -> list[str]:
+    """The test images that are among those that were seen: their files, or numbers."""
+    keys = name_images(task.test, task.classes)
+    files = task.test.images
+    return [
+        str(files[i]) if isinstance(files, list) else f"number {i}"
+        for i, key in enumerate(keys)
+        if key in seen
+    ]
+
+
+def seconds_until(file: Path | None) -> float | None:
+    """CPU seconds of the run that an adapter lies in, and of those before it; None: unknown.
+
+    Of a finetune run it is the part of one seed, with the rates that were tried.
+    """
+    if file is None:
+        return 0.0
+    place = file.parent / "result.json"
+    whole = file.parent.parent / "result.json"  # of a finetune run, if it is a trial of it
+    if whole.exists() and "trials" in read_json(whole):
+        place = whole
+    if not place.exists():
+        return None
+    result = read_json(place)
+    own = result.get("cpu_seconds")
+    before = result.get("start_cpu_seconds", 0.0)  # align has no run before it
+    if own is None or before is None:
+        return None
+    seeds = len(result.get("trials", [0]))
+    return float(own + before) / seeds
