@@ -117,7 +117,20 @@ AROUND: dict[str, Any] = {  # how programs save the tensors of a network
         "state_dict": None,
     },
     "timm": lambda state: {"state_dict": state, "args": Namespace(lr=1e-3), "metric": 71.2},
+    "a number beside them": lambda state: {"model": state | {"epoch": 3}},
+    "two parts": lambda state: in_parts(state, "backbone.", "decoder."),
+    "two parts, wrapped": lambda state: in_parts(state, "module.net.vit.", "module.net.head."),
+    "an encoder inside": lambda state: in_parts(state, "model.encoder.", "model."),
 }
+
+
+def in_parts(state: dict[str, Any], encoder: str, decoder: str) -> dict[str, Any]:
+    """Encoder and decoder as parts of one module, which also has a classifier."""
+    found = {"backbone_2.mask_token": torch.ones(1), "classifier.weight": torch.ones(2)}
+    for name, tensor in state.items():
+        is_of_decoder = name.startswith("decoder_") or name == "mask_token"
+        found[(decoder if is_of_decoder else encoder) + name] = tensor
+    return {"state_dict": found, "epoch": 3}
 
 
 @pytest.mark.parametrize("program", AROUND)
@@ -215,12 +228,19 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
 
 
 def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
-    """Hugging Face's MAE, the authors' encoder alone and their decoder of raw pixels; I-JEPA's."""
+    """Hugging Face's MAE, the authors' encoder alone and their decoder of raw pixels; I-JEPA's.
+
+    And a file with two networks, of which none is meant.
+    """
+    state = official_layout("vit_mini")
+    ema = {f"model.{k}": x for k, x in state.items()} | {f"ema.{k}": x for k, x in state.items()}
+    told = "in the names of another program.*decoder.mask_token"
     hugging_face = {"vit.embeddings.cls_token": torch.ones(1), "decoder.mask_token": torch.ones(1)}
     alone = {"model": {"cls_token": torch.ones(1)}}
-    for name, pretext, content, told in (
-        ("pytorch_model.bin", "mae", hugging_face, "no MAE decoder.*vit.embeddings.cls_token"),
-        ("model.safetensors", "mae", hugging_face, "no MAE decoder.*vit.embeddings.cls_token"),
+    for name, pretext, content, text in (
+        ("pytorch_model.bin", "mae", hugging_face, told),
+        ("model.safetensors", "mae", hugging_face, told),
+        ("two.pth", "mae", {"state_dict": ema}, r"holds 2 networks.*\['model.', 'ema.'\]; save"),
         ("mae_pretrain_vit_base.pth", "mae", alone, "no MAE decoder.*cls_token"),
         ("mae_visualize_vit_base.pth", "mae", hugging_face, "raw pixels"),
         ("vit.pth.tar", "ijepa", alone, "no target_encoder and predictor"),
@@ -228,5 +248,5 @@ def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
     ):
         save: Any = save_file if name.endswith("safetensors") else torch.save
         save(content, tmp_path / name)
-        with pytest.raises(UsageError, match=f"{name}.*{told}"):
+        with pytest.raises(UsageError, match=f"{name}.*{text}"):
             load(pretext=pretext, weights=tmp_path / name)

@@ -104,8 +104,11 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        ("vit_smal_patch14_dinov2", "vit_smal_patch14_dinov2"),
-        ("resnet18", "ResNet"),
+        (
+            "vit_smal_patch14_dinov2",
+            "no network of this name, did you mean timm:vit_small_patch14_",
+        ),
+        ("resnet18", "resnet18: ResNet is not computed here, only timm's VisionTransformer"),
         ("vit_small_patch16_18x2_224", "ParallelThingsBlock"),
     ],
 )
@@ -132,6 +135,50 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any) -> None:
     examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
     assert experiment.adapter_info().channels == ((0.5, 0.5, 0.5),) * 2
+
+
+def saved(mean: list[float] | None) -> dict[str, Any]:
+    """What an export of timm has beside its weights."""
+    return {"architecture": NAME, "pretrained_cfg": {"mean": mean, "std": mean}}
+
+
+@pytest.mark.parametrize(
+    ("content", "mean", "source"),
+    [
+        (None, 0.5, f"those of {NAME} in timm"),
+        (saved([0.4, 0.4, 0.4]), 0.4, "config.json says"),
+        (saved(None), 0.5, "in timm"),
+        ({"model_type": "vit"}, 0.5, "in timm"),
+    ],
+)
+def test_a_file_says_by_what_its_images_are_normalised(
+    vit: Any, caplog: Any, content: Any, mean: float, source: str
+) -> None:
+    """By the config.json beside it, then a part of the digest, or by that of the name in timm."""
+    plain = load(settings()).sha256
+    Path("other").mkdir()
+    Path("other/w.safetensors").write_bytes(Path("w.safetensors").read_bytes())
+    if content:
+        Path("other/config.json").write_text(json.dumps(content))
+    caplog.clear()
+    with caplog.at_level("INFO", "bisslight"):
+        loaded = load(settings(weights="other/w.safetensors"))
+    assert loaded.normalisation == ((mean,) * 3,) * 2
+    assert (loaded.sha256 == plain) == (mean == 0.5)
+    (said,) = caplog.messages
+    assert f"mean ({mean}, {mean}, {mean})" in said and said.endswith(source)
+
+
+def test_a_damaged_file_beside_the_weights_is_named(vit: Any) -> None:
+    Path("config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read .*remove it"):
+        load(settings())
+
+
+def test_a_file_without_a_vit_in_timms_names_is_told_so(vit: Any) -> None:
+    torch.save({"vit.embeddings.cls_token": torch.ones(1)}, "w.pth")
+    with pytest.raises(UsageError, match=r"no ViT in timm's names, but \['vit\.embeddings\.cls"):
+        load(settings(weights="w.pth"))
 
 
 def test_the_decoder_is_fresh_and_knows_where_the_patches_are(vit: Any) -> None:
