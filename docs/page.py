@@ -1,12 +1,14 @@
 """Makes docs/index.html of examples/one_page.py and docs/page.md: the text left, its code right.
 
-`python docs/page.py` renews the page. In page.md, a line `<!-- code: WORDS -->` begins a text that
-stands beside a piece of the program: from the first line with these words that was not shown yet,
-up to the next such mark. So each line is on the page once, in its order. `<!-- text -->` begins a
-text without code. Pictures are put into the page, which loads nothing from anywhere.
+`python docs/page.py` renews the page, and the handout. In page.md, a line `<!-- code: WORDS -->`
+begins a text that stands beside a piece of the program: from the first line with these words that
+was not shown yet, up to the next such mark. So each line is on the page once, in its order.
+`<!-- text -->` begins a text without code; a picture in it stands to its right. A text under a
+heading of the third rank is folded. Pictures are put into the page, which loads nothing from
+anywhere, and the script of the valley behind its picture.
 """
 
-import base64
+import posixpath
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -23,16 +25,26 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
+FILES = "../"  # base address of the files that the page names; pages.yml puts the public one
 HERE = Path(__file__).parent
 PROGRAM = HERE.parent / "examples/one_page.py"
 TEXT = HERE / "page.md"
 PAGE = HERE / "index.html"
-HEAD = """<!DOCTYPE html>
+HANDOUT = HERE / "handout.md"
+ABOUT = (
+    "BiSSLight lets the labels of a small task steer the end of pretraining. "
+    "One page explains the method, beside a program of 200 lines that does all of it."
+)
+HEAD = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>BiSSLight on one page</title>
+<title>TITLE</title>
+<meta name="description" content="{ABOUT}">
+<meta property="og:title" content="TITLE">
+<meta property="og:description" content="{ABOUT}">
+<meta property="og:image" content="{FILES}docs/card.png?raw=true">
 <style>
 STYLE</style>
 </head>
@@ -40,6 +52,9 @@ STYLE</style>
 """
 SENTENCE = re.compile(r"<math[^>]*>(?:(?!</math>).)*</math>[,.;:?)]+")  # a formula at an end
 MARK = re.compile(r"(?m)^<!-- (?:code: (.+)|text) -->\n")
+PICTURE = re.compile(r"(?m)^!\[.*\]\((.*)\)\n(?:\*(.*)\*\n)?")  # and its caption, in italics
+ELSEWHERE = re.compile(r"(?m)^<!-- not on the page -->\n.*\n\n")  # a paragraph
+HEADING = re.compile(r"(?m)^(##+) (.*)\n")
 
 
 # --- Text -----------------------------------------------------------------------------------------
@@ -88,11 +103,15 @@ def show_fence(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) ->
 
 def show_image(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
     """A picture beside page.md, put into the page."""
-    path = HERE / str(tokens[at].attrs["src"])
-    if path.suffix == ".svg":
-        return path.read_text()
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{escape(tokens[at].content)}" src="data:image/png;base64,{data}">'
+    return (HERE / str(tokens[at].attrs["src"])).read_text()
+
+
+def show_link(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
+    """A link; a file of the repository has the base address of all of them."""
+    link = str(tokens[at].attrs["href"])
+    if not re.match(r"https:|#", link):
+        link = FILES + posixpath.normpath(posixpath.join("docs", link))
+    return f'<a href="{escape(link)}">'
 
 
 def renderer() -> MarkdownIt:
@@ -102,13 +121,19 @@ def renderer() -> MarkdownIt:
     markdown.add_render_rule("formula", show_formula)
     markdown.add_render_rule("fence", show_fence)
     markdown.add_render_rule("image", show_image)
+    markdown.add_render_rule("link_open", show_link)
     return markdown
 
 
+def anchor(title: str) -> str:
+    """What a link to a heading ends with."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
 def titled(found: re.Match[str]) -> str:
-    """A heading with an anchor."""
-    anchor = re.sub(r"\W+", "-", found[1].lower()).strip("-")
-    return f'<h2 id="{anchor}">{found[1]}</h2>'
+    """A heading that can be linked to, and is a link to itself."""
+    name = anchor(found[1])
+    return f'<h2 id="{name}"><a href="#{name}">{found[1]}</a></h2>'
 
 
 def html(text: str) -> str:
@@ -146,7 +171,9 @@ class Piece(NamedTuple):
 def pieces(text: str, program: str) -> list[Piece]:
     """page.md cut at its marks; SystemExit names a mark that the rest of the program has not."""
     lines = program.splitlines()
-    parts = MARK.split(text)  # text, words or None, text, words or None, ... text
+    parts = MARK.split(
+        ELSEWHERE.sub("", text)
+    )  # text, words or None, text, words or None, ... text
     found = [Piece(parts[0], None, None)]
     at = 0
     for words, part in zip(parts[1::2], parts[2::2], strict=True):
@@ -170,24 +197,94 @@ def ended(found: list[Piece], last: int) -> list[Piece]:
     ]
 
 
+def contents(text: str) -> str:
+    """The headings of the second rank, as links."""
+    titles = [title for rank, title in HEADING.findall(text) if rank == "##"]
+    items = [f'<li><a href="#{anchor(title)}">{html_in_line(title)}</a></li>' for title in titles]
+    return f"<nav><ol>{''.join(items)}</ol></nav>\n"
+
+
+def html_in_line(text: str) -> str:
+    """A few words of Markdown as HTML."""
+    return html(text).strip().removeprefix("<p>").removesuffix("</p>")
+
+
+def picture(found: re.Match[str]) -> str:
+    """A figure with its caption; the valley has its script behind it."""
+    file, caption = found.groups()
+    out = html(found[0].splitlines()[0]).strip().removeprefix("<p>").removesuffix("</p>")
+    if caption:
+        out += f"<figcaption>{html_in_line(caption)}</figcaption>"
+    if file == "valley.svg":
+        out += f"<script>\n{script()}</script>\n"
+    return f'<figure class="picture">{out}</figure>\n'
+
+
+def script() -> str:
+    """valley.js without its comments and indents."""
+    text = (HERE / "valley.js").read_text()
+    return re.sub(r"(?m)^\s*(?://.*\n)?| // .*$", "", text)
+
+
+def shown(piece: Piece, lines: list[str]) -> str:
+    """A piece of the page."""
+    found = PICTURE.search(piece.text)
+    if piece.first is not None:
+        code = "".join(lines[piece.first : piece.last])
+        link = f"{FILES}{PROGRAM.relative_to(HERE.parent)}#L{piece.first + 1}"
+        title = f'<a href="{link}">{PROGRAM.name}, from line {piece.first + 1}</a>'
+        text = PICTURE.sub(lambda picture_in_text: picture(picture_in_text), piece.text)
+        out = f"<div>\n{html(text)}</div>\n"
+        out += f"<figure><figcaption>{title}</figcaption><pre>{code}</pre></figure>\n"
+    elif found:
+        before, after = piece.text[: found.start()], piece.text[found.end() :]
+        out = f"<div>\n{html(before)}</div>\n{picture(found)}<div>\n{html(after)}</div>\n"
+    else:
+        out = f"<div>\n{html(piece.text)}</div>\n"
+    return f'<section class="row">\n{out}</section>\n'
+
+
 def page(text: str, program: str) -> str:
     """The whole page."""
     lines = coloured(program)
-    out = HEAD.replace("STYLE", (HERE / "page.css").read_text())
+    out, folded = begin("BiSSLight on one page"), False
     for piece in pieces(text, program):
-        if piece.first is None:
-            out += f'<section class="alone">\n{html(piece.text)}</section>\n'
-            continue
-        code = "".join(lines[piece.first : piece.last])
-        title = f"{PROGRAM.name}, from line {piece.first + 1}"
-        out += f'<section class="row">\n<div>\n{html(piece.text)}</div>\n'
-        out += f"<figure><figcaption>{title}</figcaption><pre>{code}</pre></figure>\n</section>\n"
-    return out + "</body>\n</html>\n"
+        heading = HEADING.match(piece.text)
+        if heading and folded:
+            out, folded = out + "</details>\n", False
+        if heading and heading[1] == "###":
+            out, folded = out + f'<details id="{anchor(heading[2])}" class="folded">', True
+            out += f"<summary>{heading[2]}</summary>\n"
+            piece = piece._replace(text=piece.text[heading.end() :])
+        out += shown(piece, lines).replace("<!-- contents -->\n", contents(text))
+    return out + f"<footer>{edition()}</footer>\n</body>\n</html>\n"
+
+
+def handout(text: str) -> str:
+    """A page of formulas, to be printed."""
+    body = f'<main class="handout">\n{html(text)}<p class="edition">{edition()}</p>\n</main>\n'
+    return begin("BiSSLight, a handout") + body + "</body>\n</html>\n"
+
+
+def begin(title: str) -> str:
+    """The head of a page."""
+    return HEAD.replace("TITLE", title).replace("STYLE", (HERE / "page.css").read_text())
+
+
+def edition() -> str:
+    """Version and date of the program, as CITATION.cff has them."""
+    cited = (HERE.parent / "CITATION.cff").read_text()
+    version, date = (
+        re.search(rf"(?m)^{key}: (.*)$", cited) for key in ("version", "date-released")
+    )
+    assert version and date, "CITATION.cff: version or date-released is missing"
+    return f"BiSSLight {version[1]}, {date[1]}"
 
 
 def main() -> None:
-    """Writes the page."""
+    """Writes the page, and the handout."""
     PAGE.write_text(page(TEXT.read_text(), PROGRAM.read_text()))
+    HANDOUT.with_suffix(".html").write_text(handout(HANDOUT.read_text()))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ BLUE, ORANGE, GREEN, PINK, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D
 #
 # which is Eq. 5. **The hypergradient keeps the part of g along the flat directions of $L^P$.**
 #
-# [The page](../docs/page.md#the-implicit-gradient-eq-5) has a picture of such a valley.
+# [The page](../docs/page.md#the-hypergradient-eq-5) has a picture of such a valley.
 
 # %%
 lam = 0.5

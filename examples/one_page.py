@@ -1,36 +1,40 @@
 """All of BiSSLight on one page: Algorithm 1 with a masked autoencoder, on real handwriting.
 
-A network ψ was pretrained without labels and now has to learn a task with labels. It stays frozen.
-Trained are two small adapters of the same shape (LoRA), θ_P and θ_D, a decoder φ_P and a head φ_D:
-    upper level, Eq. 3   min over θ_D, φ_D   L^D(θ_P*(θ_D), φ_D) + L^D(θ_D, φ_D)
-    lower level, Eq. 4   θ_P*(θ_D) = argmin over θ_P, min over φ_P  L^P(θ_P, φ_P) + λ/2 |θ_P − θ_D|²
-L^P is the pretext loss, without labels; L^D is the loss of the task. So θ_D has to be good for the
-labels, and to lie where the pretext task, pulled to θ_D, ends at a θ_P that is good for them, too.
-Here ψ is a small Vision Transformer (ViT) that saw three alphabets. It learns the 24 characters of
-a fourth one, Greek, from the drawings of ten people, and is tested on those of ten others:
-    PEFT         parameter-efficient fine-tuning: an adapter θ and a head learn from the labels
-    BiSSLight    first Algorithm 1; PEFT then starts from the θ_P that it returns
-    q = 0        the same without q, the gradient of the first term of Eq. 3 with respect to θ_D
-The paper also augments images, drops paths, and chooses rates and epochs by validation; all that is
-left out. Letters are the paper's, `l.n` is line n of Algorithm 1. matplotlib draws one_page.png.
+docs/page.md explains it. Letters are the paper's, and `l.n` is line n of its Algorithm 1. A small
+network ψ saw three alphabets. It learns the 24 characters of a fourth one, Greek, by PEFT alone, by
+BiSSLight and then PEFT, and by the same with q = 0. `--measure` also prints what M-FAC sees.
 """
 import math
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as nnf
 
-LAM = 1e-3  # λ: pulls θ_P to θ_D (Eq. 4), and damps M-FAC (Sec. 3.1 of the paper)
+LAM = 1e-3  # λ: the spring's stiffness (Eq. 4), and M-FAC's damping (Sec. 3.1 of the paper)
 T, N_L, N_U, R = 30, 5, 3, 8  # alternations, lower steps, upper steps, rank; paper: 500, 20, 8, 64
-B_P, B_D = 64, 32  # images in a batch without labels, in one with labels; paper: 256, 64
+BATCH_P, BATCH_D = 64, 32  # images: without labels, with labels; paper: 256, 64
 LR, LR_PHI_P, LR_PEFT = 1e-2, 1e-4, 3e-2  # rates: of Algorithm 1, of φ_P there, of PEFT
 WARMUP, EPOCHS, SEED = 5, 25, 0  # rates rise in 5 of the T alternations, and of PEFT's 25 epochs
 K, DIM, HEADS, PATCH = 4, 64, 4, 4  # the ViT: layers, width, attention heads, pixels of a patch
 PATCHES, KEPT, DECODER_DIM = 49, 12, 48  # of an image; shown in the pretext task; decoder's width
 FOLDER = Path(__file__).resolve().parent.parent / "support"  # with the images, and with ψ
 
+# --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with stored gradients for ∇²L^P, each layer k by itself -------
+def eq_7(G_k):  # a layer's stored gradients, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
+    M_k = []
+    for grad_P in G_k:  # in float64: where λ is small beside F, the two terms of v_i nearly cancel
+        v_i = grad_P / LAM - sum(v_j * (v_j @ grad_P) / (len(G_k) + d_j) for v_j, d_j in M_k)
+        M_k.append((v_i, v_i @ grad_P))
+    return M_k
+def eq_10(M_k, g_k):  # the layer's part of q, from its part of g; both (p,)
+    return g_k - LAM * sum(v_j * (v_j @ g_k) / (len(M_k) + d_j) for v_j, d_j in M_k)
+def seen(M_k, g_k):  # the largest curvature κ that F has, as κ / λ; the share of |g_k|² in its span
+    V = torch.stack([v_j / (len(M_k) + d_j).sqrt() for v_j, d_j in M_k], 1)  # Eq. 10: I − λ V Vᵀ
+    lost = LAM * torch.linalg.eigvalsh(V.T @ V)[-1]  # 1 − λ / (κ + λ)
+    return lost / (1 - lost), (torch.linalg.qr(V)[0].T @ g_k).norm() ** 2 / g_k.norm() ** 2
 # --- Algorithm 1 ----------------------------------------------------------------------------------
 def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
     """l.1 is the arguments and the constants above; `pool` has images without labels. Gives θ_P."""
@@ -39,23 +43,25 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
     lower, upper = [theta_P, *phi_P.values()], [theta_D, *phi_D.values()]  # what each level trains
     opt_P = adamw([(LR, lower[:1]), (LR_PHI_P, lower[1:])], T * N_L, WARMUP * N_L, beta_2=0.95)
     opt_D = adamw([(LR, upper)], T * N_U, WARMUP * N_U)
-    D_P, D_D, rng = draws(len(pool), B_P), draws(len(labels), B_D), torch.Generator().manual_seed(1)
+    batches_P, batches_D = draws(len(pool), BATCH_P), draws(len(labels), BATCH_D)
+    rng = torch.Generator().manual_seed(1)
     for t in range(1, T + 1):  # l.3
         G = []  # l.4
         for _ in range(N_L):  # l.5, lower level
-            noise = torch.rand(B_P, PATCHES, generator=rng)  # the patches to hide: new each step
-            loss_P = L_P(psi, theta_P, phi_P, pool[next(D_P)], noise)
+            noise = torch.rand(BATCH_P, PATCHES, generator=rng)  # which patches to hide
+            loss_P = L_P(psi, theta_P, phi_P, pool[next(batches_P)], noise)
             grad_P, *g_phi_P = torch.autograd.grad(loss_P, lower)  # l.6, and l.8 in the same pass
             G.append(grad_P)  # l.6: the gradient of L^P alone
             g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7: of L^P + λ/2 |θ_P − θ_D|²
             opt_P(lower, [g_P, *g_phi_P])  # l.9
-        M = [eq_7(G_k) for G_k in torch.stack(G, 1)]  # l.10, by layer; the stack: (K, N_L, p)
+        M = [eq_7(G_k) for G_k in torch.stack(G, 1).double()]  # l.10; the stack: (K, N_L, p)
         for _ in range(N_U):  # l.11, upper level
-            i = next(D_D)
-            loss = L_D(psi, theta_P, phi_D, images[i], labels[i])
+            chosen = next(batches_D)
+            loss = L_D(psi, theta_P, phi_D, images[chosen], labels[chosen])
             g, *g_phi_at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12; for l.15
-            q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in zip(M, g, strict=True)])  # l.13
-            loss_D = L_D(psi, theta_D, phi_D, images[i], labels[i])
+            layers = [*zip(M, g.double(), strict=True)]  # pairs of M_k and g_k
+            q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in layers]).to(g)  # l.13
+            loss_D = L_D(psi, theta_D, phi_D, images[chosen], labels[chosen])
             grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)  # for l.14, l.15
             g_D = q + grad_D if use_q else grad_D  # l.14: of both terms of Eq. 3, by θ_D
             g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15: by φ_D
@@ -63,28 +69,21 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
         if t % 10 == 0:
             print(f"t {t}:  L^P {loss_P:.2f}  L^D at θ_P {loss:.2f}, at θ_D {loss_D:.2f}", end="  ")
             print(f"|q|/|g| {q.norm() / g.norm():.4f}" if use_q else "without q")
+            if "--measure" in sys.argv:
+                kappa, share = torch.tensor([seen(M_k, g_k) for M_k, g_k in layers]).amax(0)
+                print(f"       M-FAC sees κ up to {kappa:.3f} λ, on {share:.0%} of |g|²")
     return theta_P.detach()  # l.17
-# --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with the mean of g_i g_iᵀ for ∇²L^P; each layer is a block ---
-def eq_7(G_k):  # a block's stored gradients g_i, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
-    M_k = []
-    for g_i in G_k.double():  # float64: for λ small beside F, the two terms of v_i nearly cancel
-        v_i = g_i / LAM - sum(v_j * (v_j @ g_i) / (len(G_k) + d_j) for v_j, d_j in M_k)
-        M_k.append((v_i, v_i @ g_i))  # v_i is (λI + Σ_{j<i} g_j g_jᵀ / N_L)⁻¹ g_i
-    return M_k
-def eq_10(M_k, g_k):  # the block's part of q, from its part of g; both (p,)
-    g = g_k.double()
-    return (g - LAM * sum(v_j * (v_j @ g) / (len(M_k) + d_j) for v_j, d_j in M_k)).to(g_k)
 # --- Two losses: of the labels, and of the masked autoencoder -------------------------------------
 def L_D(psi, theta, phi_D, images, labels):  # cross-entropy of a linear head on the first token
-    return F.cross_entropy(linear(f(psi, theta, images)[:, 0], phi_D, "head"), labels)
+    return nnf.cross_entropy(linear(f(psi, theta, images)[:, 0], phi_D, "head"), labels)
 def L_P(psi, theta, phi_P, images, noise):  # squared error on hidden patches, each standardised
     predicted, hidden = predict(psi, theta, phi_P, images, noise)
     variance, mean = torch.var_mean(patchify(images), -1, keepdim=True)
     true = (patchify(images) - mean) / (variance + 1e-6).sqrt()
     return (predicted - true).square().mean(-1)[hidden].mean()
 def predict(psi, theta, phi_P, images, noise):
-    """The decoder's patches (B, 49, 3·4·4), and which of them f did not see, True in (B, 49)."""
-    order = noise.argsort(1)  # noise (B, 49): the KEPT patches with the least of it are shown
+    """The decoder's patches (images, 49, 3·4·4), and which f did not see, True in (images, 49)."""
+    order = noise.argsort(1)  # noise (images, 49): the KEPT patches with the least of it are shown
     place = order.argsort(1)  # where each patch stands in this order
     x = linear(f(psi, theta, images, order[:, :KEPT]), phi_P, "decoder_embed")  # to DECODER_DIM
     blanks = phi_P["mask_token"].expand(len(x), PATCHES - KEPT, DECODER_DIM)
@@ -92,48 +91,49 @@ def predict(psi, theta, phi_P, images, noise):
     x = torch.cat([x[:, :1], patches], 1) + psi["decoder_pos_embed"]  # frozen, so it is in ψ
     x = norm(layer(x, phi_P, "decoder_blocks.0"), phi_P, "decoder_norm")
     return linear(x, phi_P, "decoder_pred")[:, 1:], place >= KEPT
-def patchify(images):  # (B, 3, 28, 28) -> (B, 49, 3·4·4): a patch is 4·4 pixels of three colours
-    x = F.unfold(images, PATCH, stride=PATCH).unflatten(1, (3, -1))  # (B, 3, 16, 49)
+def patchify(images):  # (images, 3, 28, 28) -> (images, 49, 3·4·4): 4·4 pixels, 3 colours
+    x = nnf.unfold(images, PATCH, stride=PATCH).unflatten(1, (3, -1))  # (images, 3, 16, 49)
     return x.permute(0, 3, 2, 1).flatten(2)
 # --- The network f. `w` has a network's tensors by the names that MAE's authors gave them ---------
-def f(psi, theta, images, keep=None):  # tokens (B, 1 + 49, DIM): a first one, then the patches
-    x = F.conv2d(images, psi["patch_embed.proj.weight"], psi["patch_embed.proj.bias"], PATCH)
-    x = x.flatten(2).mT + psi["pos_embed"][:, 1:]  # (B, 49, DIM)
+def f(psi, theta, images, keep=None):  # tokens (images, 1 + 49, DIM): a first one, then the patches
+    x = nnf.conv2d(images, psi["patch_embed.proj.weight"], psi["patch_embed.proj.bias"], PATCH)
+    x = x.flatten(2).mT + psi["pos_embed"][:, 1:]  # (images, 49, DIM)
     if keep is not None:
-        x = x[torch.arange(len(x))[:, None], keep]  # (B, KEPT, DIM)
+        x = x[torch.arange(len(x))[:, None], keep]  # (images, KEPT, DIM)
     first = psi["cls_token"] + psi["pos_embed"][:, :1]  # the token of the whole image
     x = torch.cat([first.expand(len(x), -1, -1), x], 1)
     for k in range(K):
         x = layer(x, psi, f"blocks.{k}", theta[k])
     return norm(x, psi, "norm")
 def layer(x, w, name, row=None):
-    """Attention, then MLP, on tokens (B, tokens, dim); LoRA adds `row` of θ, (4 · R · DIM,)."""
+    """Attention, then MLP, on (images, tokens, dim); LoRA adds `row` of θ, (4 · R · DIM,)."""
     W = w[f"{name}.attn.qkv.weight"]  # (3 dim, dim): of queries, keys and values
-    if row is not None:  # W_q + B_q A_q and W_v + B_v A_v; B_q and B_v are stored transposed
-        A_q, B_q, A_v, B_v = row.view(4, R, DIM)
-        W = W + torch.cat([B_q.T @ A_q, torch.zeros_like(W[:DIM]), B_v.T @ A_v])
-    y = F.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
+    if row is not None:  # added to W: B A for queries and values; both B are stored transposed
+        A_query, B_query, A_value, B_value = row.view(4, R, DIM)
+        W = W + torch.cat([B_query.T @ A_query, torch.zeros_like(W[:DIM]), B_value.T @ A_value])
+    y = nnf.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
     y = y.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, B, HEADS, tokens, dim / HEADS)
-    y = F.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
+    y = nnf.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
     x = x + linear(y, w, f"{name}.attn.proj")
-    y = F.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
+    y = nnf.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
     return x + linear(y, w, f"{name}.mlp.fc2")
 def linear(x, w, name):
-    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+    return nnf.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 def norm(x, w, name):
-    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
+    return nnf.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
 # --- Fine-tuning, and what it shares with Algorithm 1 ---------------------------------------------
 def fit(psi, theta, train, test, labels, rate=LR_PEFT, epochs=EPOCHS, probe=False):
     """PEFT of θ and a new φ_D, or of φ_D alone; returns φ_D, and test accuracy every 5 epochs."""
     theta = theta.clone().requires_grad_()
     phi_D = trainable({"head.weight": torch.zeros(24, DIM), "head.bias": torch.zeros(24)})
     tensors = [*phi_D.values()] if probe else [theta, *phi_D.values()]
-    epoch = len(labels) // B_D  # steps in one pass over `train`
-    opt, D_D = adamw([(rate, tensors)], epochs * epoch, WARMUP * epoch), draws(len(labels), B_D)
-    accuracies = []
+    epoch = len(labels) // BATCH_D  # steps in one pass over `train`
+    opt = adamw([(rate, tensors)], epochs * epoch, WARMUP * epoch)
+    batches, accuracies = draws(len(labels), BATCH_D), []
     for step in range(1, epochs * epoch + 1):
-        i = next(D_D)
-        opt(tensors, torch.autograd.grad(L_D(psi, theta, phi_D, train[i], labels[i]), tensors))
+        chosen = next(batches)
+        loss = L_D(psi, theta, phi_D, train[chosen], labels[chosen])
+        opt(tensors, torch.autograd.grad(loss, tensors))
         if step % (5 * epoch) == 0:
             guesses = linear(f(psi, theta, test)[:, 0], phi_D, "head").argmax(1)
             accuracies.append(100 * (guesses == labels).double().mean().item())
@@ -178,15 +178,15 @@ def draw(psi, theta, phi_P, images, curves):  # one_page.png, with the decoder �
 if __name__ == "__main__":
     torch.set_num_threads(1)  # tensors of this size gain nothing from more
     psi = torch.load(FOLDER / "omniglot.pth", weights_only=True)["model"]
-    head = [name for name in psi if name.startswith(("mask", "decoder")) and "pos" not in name]
-    phi_P = {name: psi.pop(name) for name in head}  # the decoder; its positions stay in ψ, frozen
+    decoder_names = [x for x in psi if x.startswith(("mask", "decoder")) and "pos" not in x]
+    phi_P = {name: psi.pop(name) for name in decoder_names}  # its positions stay in ψ, frozen
     pool = characters("Japanese_(katakana)", "Korean", "Sanskrit").flatten(0, 1)
     greek = (characters("Greek") - pool.mean()) / pool.std()
     pool = (pool - pool.mean()) / pool.std()
     train, test = greek[:, :10].flatten(0, 1), greek[:, 10:].flatten(0, 1)
     labels = torch.arange(24).repeat_interleave(10)  # of train, and of test
     theta = torch.rand(K, 4, R, DIM, generator=torch.Generator().manual_seed(SEED)) / 4 - 1 / 8
-    theta[:, 1::2] = 0  # B_q and B_v, so that θ changes nothing yet. A_q, A_v: within ±1/√DIM
+    theta[:, 1::2] = 0  # both B, so that θ changes nothing yet. Both A: within ±1/√DIM
     theta = theta.flatten(1)  # (K, p)
     phi_D, _ = fit(psi, theta, train, test, labels, rate=LR, epochs=20, probe=True)  # App. C.3
     starts = {"PEFT": theta}

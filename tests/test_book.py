@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+import bisslight
 from mfac import mfac
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ MAKER = SimpleNamespace(**runpy.run_path(str(DOCS / "page.py")))
 TEXT = MAKER.TEXT.read_text()
 PROGRAM = MAKER.PROGRAM.read_text()
 PAGE = MAKER.PAGE.read_text()
+HANDOUT = (DOCS / "handout.html").read_text()
 
 
 # --- the page -----------------------------------------------------------------------------------
@@ -39,6 +41,14 @@ def test_the_page_is_what_its_text_and_the_program_make_it() -> None:
     assert plain(MAKER.page(TEXT, PROGRAM)) == plain(PAGE), "docs/index.html: make page"
 
 
+def test_the_handout_is_what_its_text_makes_it() -> None:
+    assert plain(MAKER.handout(MAKER.HANDOUT.read_text())) == plain(HANDOUT), "make page"
+
+
+def test_the_page_names_the_version_of_the_program() -> None:
+    assert f"BiSSLight {bisslight.__version__}, 20" in PAGE
+
+
 def test_each_line_of_the_program_is_on_the_page_once_and_all_equations_are() -> None:
     """And each line of Algorithm 1 has its mark."""
     code = "".join(re.findall(r"<figure>.*?<pre>(.*?)</pre></figure>", PAGE, re.S))
@@ -46,7 +56,26 @@ def test_each_line_of_the_program_is_on_the_page_once_and_all_equations_are() ->
     assert [plain("<span" + line) for line in lines] == PROGRAM.splitlines()
     marks = set(re.findall(r'<b class="l">(l\.\d+)</b>', code))
     assert marks == {f"l.{n}" for n in range(1, 18)}
-    assert {*re.findall(r"<span>Eq. (\d+)</span>", PAGE)} == {str(n) for n in range(3, 11)}
+    equations = re.findall(r"<span>Eq. (\d+)</span>", PAGE)
+    assert equations == ["3", "4", "5", "6", "7", "10"]  # each once; 8 and 9 are a clause
+    assert "Its Eq. 8 and 9 are Eq. 5" in PAGE
+
+
+def test_nothing_on_the_page_is_announced() -> None:
+    """As far as a word can tell: "below" points to what has no meaning yet."""
+    before, _, _ = TEXT.partition("## The run")
+    assert not re.search(r"\bbelow\b", before)
+
+
+def test_the_contents_have_eight_lines_and_lead_to_each_section() -> None:
+    contents = re.findall(r'<li><a href="#([^"]+)">', PAGE)
+    assert len(contents) == 8
+    assert contents == re.findall(r'<h2 id="([^"]+)">', PAGE)
+
+
+def test_the_handout_has_each_line_of_algorithm_1_once_and_five_equations() -> None:
+    assert re.findall(r'<td><b class="l">l\.(\d+)</b>', HANDOUT) == [str(n) for n in range(1, 18)]
+    assert re.findall(r"<span>Eq. (\d+)</span>", HANDOUT) == ["3", "4", "5", "7", "10"]
 
 
 @pytest.mark.parametrize("text", [TEXT, MATH], ids=["page.md", "math.md"])
@@ -66,20 +95,38 @@ def test_each_formula_becomes_mathematics(text: str) -> None:
 
 
 def test_a_mark_that_the_program_has_not_and_a_command_that_cannot_be_typeset_are_named() -> None:
-    with pytest.raises(SystemExit, match="def eq_10"):
-        MAKER.page(TEXT, PROGRAM.replace("def eq_10", "def eq_11"))
+    with pytest.raises(SystemExit, match="def predict"):
+        MAKER.page(TEXT, PROGRAM.replace("def predict", "def foretell"))
     for latex in (r"\nonsense{x}", r"\begin{unknown} a &= b \end{unknown}"):
         with pytest.raises(SystemExit, match="cannot be typeset"):
             MAKER.mathml(latex)
 
 
-def test_the_page_loads_nothing_and_its_links_lead_somewhere() -> None:
-    assert not re.search(r"<link|<script|<iframe|@import|url\((?!#)", PAGE)
-    assert all(source.startswith("data:") for source in re.findall(r'src="([^"]*)"', PAGE))
-    ids = re.findall(r' id="([^"]+)"', PAGE)
+@pytest.mark.parametrize("name", ["index.html", "handout.html"])
+def test_the_page_loads_nothing_and_its_links_lead_somewhere(name: str) -> None:
+    page = (DOCS / name).read_text()
+    assert not re.search(r"<link|<script .|<iframe|<img|src=|@import|url\((?!#)", page)
+    assert not re.search(r"fetch|XMLHttp|import\(|sendBeacon|WebSocket", page)
+    ids = re.findall(r' id="([^"]+)"', page)
     assert len({*ids}) == len(ids)
-    for link in re.findall(r'href="([^"]+)"', PAGE):  # no files: the page may lie alone
-        assert link.startswith("https://") or link.removeprefix("#") in ids
+    for link in re.findall(r'href="([^"]+)"', page):
+        path, _, anchor = link.partition("#")
+        if path.startswith(MAKER.FILES):
+            assert (DOCS / path).exists(), link
+        else:
+            assert link.startswith("https://") or anchor in ids, link
+
+
+def test_its_script_is_short() -> None:
+    (script,) = re.findall(r"(?s)<script>(.*?)</script>", PAGE)
+    assert len(script.encode()) <= 6000
+
+
+def test_published_alone_the_page_names_public_files() -> None:
+    """pages.yml puts the public address in place of the relative one."""
+    action = (ROOT / ".github/workflows/pages.yml").read_text()
+    assert f"s#{MAKER.FILES.replace('.', chr(92) + '.')}#$FILES#g" in action
+    assert "../" not in PAGE.replace(MAKER.FILES, "https://example.org/")
 
 
 # --- the mathematics --------------------------------------------------------------------------
@@ -104,7 +151,7 @@ def test_formulas_survive_markdown(file: Path) -> None:
 
 
 def test_curvature_acts_in_the_span_of_the_stored_gradients_alone() -> None:
-    """As page.md says: by λ / (κ + λ) along eigenvectors of F, and κ is 0 outside the span."""
+    """As page.md says: what is orthogonal to them, q leaves as it is; in the span, λ / (κ + λ)."""
     m, p, lam = 5, 40, 0.3
     rng = torch.Generator().manual_seed(0)
     G = torch.randn(m, p, generator=rng, dtype=torch.float64)

@@ -43,9 +43,9 @@ def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """θ with all of its parts, images, noise and labels."""
     rng = torch.Generator().manual_seed(seed)
     theta = torch.randn(page.K, 4 * page.R * page.DIM, generator=rng).double() / 20
-    images = torch.randn(page.B_P, 3, 28, 28, generator=rng).double()
-    noise = torch.rand(page.B_P, page.PATCHES, generator=rng).double()
-    labels = torch.randint(24, (page.B_P,), generator=rng)
+    images = torch.randn(page.BATCH_P, 3, 28, 28, generator=rng).double()
+    noise = torch.rand(page.BATCH_P, page.PATCHES, generator=rng).double()
+    labels = torch.randint(24, (page.BATCH_P,), generator=rng)
     return theta, images, noise, labels
 
 
@@ -88,10 +88,10 @@ def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.Mo
     rng = torch.Generator().manual_seed(1)
 
     def pretext() -> Any:
-        for i in page.draws(len(pool), page.B_P):
-            yield mae.Batch(pool[i], torch.rand(page.B_P, page.PATCHES, generator=rng))
+        for i in page.draws(len(pool), page.BATCH_P):
+            yield mae.Batch(pool[i], torch.rand(page.BATCH_P, page.PATCHES, generator=rng))
 
-    labelled = (Examples(images[i], labels[i]) for i in page.draws(len(labels), page.B_D))
+    labelled = (Examples(images[i], labels[i]) for i in page.draws(len(labels), page.BATCH_D))
     steps: Any = SimpleNamespace(alternations=T, lower_steps=N_L, upper_steps=N_U, lam=page.LAM)
     loss_D = partial(downstream_loss, task.backbone)
     hypergrad = mfac if use_q else no_hypergradient

@@ -1,0 +1,283 @@
+"""Draws the plots of docs/page.md, and prints the numbers in its text: `python docs/plots.py`.
+
+It runs notebook 1 and one_page.py, some two minutes of one core. The plots are SVG, so that they
+take the page's colours, light or dark.
+
+    descent.svg   notebook 1's last picture: where a descent ends with each of six hypergradients
+    letters.svg   what the decoder fills in
+    accuracy.svg  the accuracies that page.md shows, as recorded there
+    factors.svg   λ / (κ + λ), with what M-FAC sees in this run and what is there
+"""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent / "examples"
+GAUSS_NEWTON = (2.8, 4.7)  # κ / λ along g at the paper's λ: experiments/what_q_is.md
+STYLE = """<style>
+#ID text { font: 13px system-ui, sans-serif; fill: #1f2328 }
+#ID .faint { fill: #59636e; font-size: 12px }
+#ID path { fill: none; stroke: #59636e; stroke-width: 2 }
+#ID .axis { stroke: #8c959f; stroke-width: 1 }
+#ID .blue { stroke: #0072b2 } #ID .ochre { stroke: #b07400 } #ID .red { stroke: #cf222e }
+#ID .green { stroke: #116329 } #ID .dots { stroke-dasharray: 2 4 }
+#ID text.blue { fill: #0072b2; stroke: none } #ID text.ochre { fill: #8a5a00; stroke: none }
+#ID text.red { fill: #cf222e; stroke: none } #ID text.green { fill: #116329; stroke: none }
+#ID .band { stroke: none; opacity: .2 } #ID .band.blue { fill: #0072b2 }
+#ID .band.ochre { fill: #b07400 } #ID .ink { fill: #1f2328; stroke: none }
+#ID .hidden { fill: #59636e; opacity: .2; stroke: none }
+@media screen and (prefers-color-scheme: dark) {
+#ID text { fill: #f0f6fc } #ID .faint { fill: #a9b4c0 } #ID path { stroke: #8b949e }
+#ID .axis { stroke: #6e7681 } #ID .blue { stroke: #56b4e9 } #ID .ochre { stroke: #e69f00 }
+#ID .red { stroke: #ff7b72 } #ID .green { stroke: #7ee787 } #ID text.blue { fill: #56b4e9 }
+#ID text.ochre { fill: #e69f00 } #ID text.red { fill: #ff7b72 } #ID text.green { fill: #7ee787 }
+#ID .band { stroke: none } #ID .band.blue { fill: #56b4e9 } #ID .band.ochre { fill: #e69f00 }
+#ID .ink { fill: #f0f6fc; stroke: none } #ID .hidden { fill: #a9b4c0; stroke: none } }
+</style>
+"""
+WIDTH, HEIGHT = 470, 290
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 14, 44  # margins
+
+
+class Plot:
+    """An SVG, and the lines and words that were drawn in it."""
+
+    def __init__(self, name: str, title: str, told: str) -> None:
+        """The title and the description are for readers who do not see the picture."""
+        self.name = name
+        self.parts = [f'<title id="{name}-t">{title}</title>\n<desc id="{name}-d">{told}</desc>\n']
+        self.parts.append(STYLE.replace("ID", name))
+
+    def path(self, points: Sequence[tuple[float, float]], kind: str) -> None:
+        """A line through points, in pixels."""
+        self.parts.append(
+            f'<path class="{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>\n'
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        """A filled rectangle."""
+        size = f'width="{width:.1f}" height="{height:.1f}"'
+        self.parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" {size}/>\n')
+
+    def words(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        """A text; `anchor` says which end of it is at x."""
+        at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        self.parts.append(f'<text class="{kind}" {at}>{text}</text>\n')
+
+    def axes(
+        self,
+        x_ticks: Sequence[tuple[float, str]],
+        y_ticks: Sequence[tuple[float, str]],
+        x_title: str,
+        y_title: str,
+    ) -> None:
+        """Ticks are pairs of a place, in pixels, and a word."""
+        low, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+        self.path([(LEFT, TOP), (LEFT, low), (right, low)], "axis")
+        for x, word in x_ticks:
+            self.path([(x, low), (x, low + 4)], "axis")
+            self.words(x, low + 18, word, "faint", "middle")
+        for y, word in y_ticks:
+            self.path([(LEFT - 4, y), (LEFT, y)], "axis")
+            self.words(LEFT - 8, y + 4, word, "faint", "end")
+        self.words((LEFT + right) / 2, HEIGHT - 6, x_title, "faint", "middle")
+        middle = (TOP + low) / 2
+        turned = f'transform="translate(11 {middle:.0f}) rotate(-90)" text-anchor="middle"'
+        self.parts.append(f'<text class="faint" {turned}>{y_title}</text>\n')
+
+    def save(self, height: float = HEIGHT) -> None:
+        """Writes docs/NAME.svg."""
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" id="{self.name}" '
+        head += f'viewBox="0 0 {WIDTH} {height:.0f}" role="img" '
+        head += f'aria-labelledby="{self.name}-t {self.name}-d">\n'
+        (HERE / f"{self.name}.svg").write_text(head + "".join(self.parts) + "</svg>\n")
+
+
+def scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """A function from numbers to pixels: `low` is at `start`, `high` at `end`."""
+    return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def power(exponent: int) -> str:
+    """10 to a power, as SVG text."""
+    if exponent in (0, 1, 2):
+        return str(10**exponent)
+    sign = "−" if exponent < 0 else ""
+    return f'10<tspan dy="-5" font-size="9">{sign}{abs(exponent)}</tspan>'
+
+
+def descent() -> None:
+    """Six hypergradients on the regression of notebook 1."""
+    ran = runpy.run_path(str(EXAMPLES / "1_hypergradient.py"))
+    gaps = {line.get_label(): np.array(line.get_ydata()) for line in ran["axes"].lines}
+    for name, gap in gaps.items():
+        print(f"{name}: ends {gap[-10:].mean():.2g} above the minimum (mean of the last ten steps)")
+    x = scale(0, 39, LEFT, WIDTH - RIGHT)
+    y = scale(-4, 2, HEIGHT - BOTTOM, TOP)
+    plot = Plot(
+        "descent",
+        "Descent on Eq. 3 with six hypergradients",
+        "Loss of Eq. 3 above its minimum, by step. With the exact q and with 50 products of "
+        "conjugate gradients it falls without end; with M-FAC to 0.1, with BiSSL's conjugate "
+        "gradients to 2.5, with q = g to 10.",
+    )
+    kinds = ("green", "dots", "blue", "blue dots", "ochre", "red")
+    for gap, kind in zip(gaps.values(), kinds, strict=True):
+        inside = [(x(step), y(np.log10(value))) for step, value in enumerate(gap) if value > 1e-4]
+        plot.path(inside, kind)
+    end = WIDTH - RIGHT
+    plot.words(end, y(1) - 8, "q = g", "red", "end")
+    plot.words(end, y(np.log10(2.5)) + 16, "BiSSL’s CG, 5 products", "ochre", "end")
+    plot.words(end, y(np.log10(0.13)) + 20, "M-FAC, both forms", "blue", "end")
+    plot.words(x(18.5), y(-3.6), "exact q; CG, 50 products", "green")
+    plot.axes(
+        [(x(n), str(n)) for n in (0, 10, 20, 30)],
+        [(y(n), power(n)) for n in range(-4, 3, 2)],
+        "steps of θ_D".replace("_D", '<tspan dy="3" font-size="9">D</tspan>'),
+        "loss above its minimum",
+    )
+    plot.save()
+
+
+def pixels(plot: Plot, image: NDArray[Any], left: float, top: float, size: float) -> None:
+    """An image of ink, 0 to 1, in six shades; pixels of a shade in a row are one rectangle."""
+    shades = (image.clip(0, 1) * 6).round().astype(int)
+    for shade in range(1, 7):
+        runs = []
+        for row, line in enumerate(shades):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], line == shade, [0]])))
+            for first, after in edges.reshape(-1, 2):
+                length = (after - first) * size
+                at = f"M{left + first * size:.1f} {top + row * size:.1f}"
+                runs.append(f"{at}h{length:.1f}v{size:.1f}h-{length:.1f}z")
+        shown = f'opacity="{shade / 6:.2f}" d="{"".join(runs)}"'
+        plot.parts.append(f'<path class="ink" {shown}/>\n')
+
+
+def letters(ran: dict[str, Any]) -> None:
+    """Four Greek letters whole, with three quarters hidden, and filled in; as `draw` has them."""
+    images = ran["greek"][[1, 7, 13, 20], 12]
+    rng = torch.Generator().manual_seed(0)
+    noise = torch.rand(4, ran["PATCHES"], generator=rng)
+    start = ran["starts"]["BiSSLight"]
+    patches, hidden = ran["predict"](ran["psi"], start, ran["phi_P"], images, noise)
+    true = ran["patchify"](images)
+    patches = patches.detach() * true.std(-1, keepdim=True) + true.mean(-1, keepdim=True)
+    hidden = hidden[..., None]
+    filled = torch.where(hidden, patches, true)
+    paper, ink = true.min(), true.max()
+    plot = Plot(
+        "letters",
+        "Four Greek letters whole, with three quarters hidden, and filled in",
+        "Where a patch was hidden, the decoder has drawn strokes that mostly go on from those "
+        "that are shown, and are paler.",
+    )
+    size, step = 3.2, 116
+    for row, rows in enumerate((true, torch.where(hidden, paper, true), filled)):
+        grey = ((rows[..., ::3] - paper) / (ink - paper)).unflatten(1, (7, 7)).unflatten(3, (4, 4))
+        whole = grey.permute(0, 1, 3, 2, 4).reshape(4, 28, 28).numpy()
+        for column in range(4):
+            left, top = 14 + column * step, 6 + row * 98
+            if row == 1:
+                for n in hidden[column, :, 0].nonzero().flatten().tolist():
+                    x, y = left + n % 7 * 4 * size, top + n // 7 * 4 * size
+                    plot.box(x, y, 4 * size - 0.6, 4 * size - 0.6, "hidden")
+            pixels(plot, whole[column], left, top, size)
+    plot.save(height=298)
+
+
+def accuracy() -> None:
+    """The accuracies in page.md."""
+    told = re.findall(r"(?m)^epoch +(\d+): (.*)", (HERE / "page.md").read_text())
+    x = scale(5, 25, LEFT + 12, WIDTH - RIGHT - 76)
+    y = scale(30, 65, HEIGHT - BOTTOM, TOP)
+    plot = Plot(
+        "accuracy",
+        "Test accuracy by epoch of PEFT",
+        "After five epochs the two aligned runs are far ahead, at 50 and 47 against 32 per cent. "
+        "From epoch ten on all three lie close together.",
+    )
+    for column, (name, kind) in enumerate(
+        [("PEFT", "red"), ("BiSSLight", "blue"), ("q = 0", "ochre")]
+    ):
+        values = [
+            (int(epoch), float(re.findall(r"([\d.]+) %", rest)[column])) for epoch, rest in told
+        ]
+        plot.path([(x(epoch), y(value)) for epoch, value in values], kind)
+        plot.words(x(25) + 8, y(values[-1][1]) + (9 if name == "BiSSLight" else 2), name, kind)
+    plot.axes(
+        [(x(n), str(n)) for n in (5, 10, 15, 20, 25)],
+        [(y(n), str(n)) for n in (30, 40, 50, 60)],
+        "epoch of PEFT",
+        "test accuracy, %",
+    )
+    plot.save()
+
+
+def factors(kappa: float) -> None:
+    """The factor of Eq. 5 by curvature, and where M-FAC and Gauss-Newton's matrix are."""
+    x = scale(-4, 2, LEFT, WIDTH - RIGHT)
+    y = scale(0, 1.05, HEIGHT - BOTTOM, TOP)
+    plot = Plot(
+        "factors",
+        "The factor λ / (κ + λ), by curvature",
+        f"The factor falls from 1, where the curvature κ is small beside λ, to 0. M-FAC sees κ up "
+        f"to {kappa} λ, where the factor is near 1. By Gauss-Newton's matrix κ along g is "
+        f"{GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ, where the factor is about 0.2.",
+    )
+    low, high = np.log10(GAUSS_NEWTON)
+    plot.box(x(-4), TOP, x(np.log10(kappa)) - x(-4), HEIGHT - BOTTOM - TOP, "band blue")
+    plot.box(x(low), TOP, x(high) - x(low), HEIGHT - BOTTOM - TOP, "band ochre")
+    plot.path([(x(n), y(1 / (10**n + 1))) for n in np.linspace(-4, 2, 121)], "curve")
+    plot.words(x(-4) + 10, y(0.62), "what M-FAC sees:", "blue")
+    plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
+    plot.words(x(low) - 8, y(0.2), "what is there along g:", "ochre", "end")
+    plot.words(
+        x(low) - 8, y(0.2) + 18, f"κ {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ", "ochre", "end"
+    )
+    plot.axes(
+        [(x(n), power(n)) for n in range(-4, 3)],
+        [(y(n), f"{n:.1f}") for n in (0, 0.5, 1)],
+        "curvature κ in a direction, in units of λ",
+        "share of g that q keeps",
+    )
+    plot.save()
+
+
+def main() -> None:
+    """Draws all."""
+    matplotlib.use("Agg")
+    descent()
+    printed = io.StringIO()
+    sys.argv = ["one_page.py", "--measure"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        os.chdir(folder)  # one_page.py draws its picture where it is started
+        torch.set_default_dtype(torch.float32)  # notebook 1 takes float64
+        ran = runpy.run_path(str(EXAMPLES / "one_page.py"), run_name="__main__")
+    print(printed.getvalue())
+    sees = re.findall(r"κ up to ([\d.]+) λ, on (\d+)%", printed.getvalue())
+    kappa = max(float(value) for value, _ in sees)
+    print(
+        f"M-FAC sees κ up to {kappa} λ, on at most {max(int(share) for _, share in sees)} % of |g|²"
+    )
+    letters(ran)
+    accuracy()
+    factors(kappa)
+
+
+if __name__ == "__main__":
+    main()

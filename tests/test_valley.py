@@ -1,0 +1,158 @@
+"""The picture that moves at the head of docs/index.html, in a browser, against numpy.
+
+Skipped where there is no Chromium (Debian: apt-get install chromium).
+"""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = (DOCS / "index.html").read_text()
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+if BROWSER is None:
+    pytest.skip("no Chromium: apt-get install chromium", allow_module_level=True)
+
+KAPPA = np.array([0.25, 4.0])  # curvatures of the valley
+AIM = np.array([-105.0, -70.0])  # where L^D is least
+START = np.array([150.0, -95.0])  # θ_D at first
+STATES = [(lam, stored) for lam in (0.01, 1.0, 100.0) for stored in (0, 1, 3, 20)]
+TOOLS = """
+const $ = id => document.getElementById(id);
+const choose = (log, stored) => {
+  $("lam").value = log; $("stored").value = stored; $("lam").dispatchEvent(new Event("input"));
+};
+const centre = id => ["cx", "cy"].map(x => +$(id).getAttribute(x));
+const numbers = id => $(id).getAttribute("d").match(/-?[\\d.]+/g).map(Number);
+const told = value => {
+  const out = parent.document.createElement("pre");
+  out.id = "told"; out.textContent = JSON.stringify(value);
+  parent.document.body.append(out);
+};
+"""
+
+
+def browse(tmp_path: Path, script: str, width: int = 1440) -> Any:
+    """What a script tells that runs at the end of the page; descents are at their end at once.
+
+    The page is in a frame, since no window is as narrow as a phone.
+    """
+    assert BROWSER
+    page = PAGE.replace("</body>", f"<script>{TOOLS}{script}</script></body>")
+    frame = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
+    file = tmp_path / "frame.html"
+    file.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{frame}</body>')
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--force-prefers-reduced-motion"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,1000"]
+    line = [BROWSER, *flags, "--dump-dom", f"file://{file}"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout)
+    assert found, done.stderr[-1000:]
+    return json.loads(html.unescape(found[1]))
+
+
+def stored_gradients(count: int) -> NDArray[Any]:
+    """Those of the picture, a row each: directions that go round half a circle in big steps."""
+    angles = np.pi * (0.27 + np.arange(count) * 7 % 20 / 20)
+    return np.sqrt(2 * KAPPA) * np.stack([np.cos(angles), np.sin(angles)], 1)
+
+
+def hypergradient(g: NDArray[Any], lam: float, stored: int) -> NDArray[Any]:
+    """λ (F + λI)⁻¹ g."""
+    G = stored_gradients(stored)
+    F = G.T @ G / max(stored, 1)
+    return lam * np.linalg.solve(F + lam * np.eye(2), g)
+
+
+def test_twenty_stored_gradients_give_the_curvature_itself() -> None:
+    G = stored_gradients(20)
+    np.testing.assert_allclose(G.T @ G / 20, np.diag(KAPPA), atol=1e-12)
+
+
+def test_the_dots_and_arrows_are_where_eq_4_and_eq_5_put_them(tmp_path: Path) -> None:
+    chosen = json.dumps([[float(np.log10(lam)), stored] for lam, stored in STATES])
+    script = f"""told({chosen}.map(([log, stored]) => {{
+      choose(log, stored); return [centre("cD"), centre("cP"), numbers("ag"), numbers("aq")];
+    }}));"""
+    for (lam, stored), (D, P, arrow_g, arrow_q) in zip(
+        STATES, browse(tmp_path, script), strict=True
+    ):
+        np.testing.assert_allclose(D, START)
+        at_rest = lam / (KAPPA + lam) * START
+        np.testing.assert_allclose(P, at_rest, atol=0.006)
+        g = at_rest - AIM
+        q = hypergradient(g, lam, stored)
+        np.testing.assert_allclose(arrow_g, [*at_rest, *(at_rest - 0.35 * g)], atol=0.006)
+        np.testing.assert_allclose(arrow_q, [*START, *(START - 0.35 * q)], atol=0.006)
+
+
+def test_the_descents_end_at_the_losses_that_the_page_names(tmp_path: Path) -> None:
+    """With q at the minimum of Eq. 3, with g where its wrong gradient is 0."""
+    script = """$("bq").click(); $("bg").click();
+    told([$("says").textContent, centre("cq"), centre("cg")]);"""
+    says, end_q, end_g = browse(tmp_path, script)
+    J = 1 / (KAPPA + 1)
+    for name, end, factor in (("q", end_q, J), ("g", end_g, np.ones(2))):
+        # factor (J θ_D − aim) + θ_D − aim = 0
+        wanted = (1 + factor) / (1 + factor * J) * AIM
+        np.testing.assert_allclose(end, wanted, atol=0.02)
+        loss = (np.square(J * wanted - AIM).sum() + np.square(wanted - AIM).sum()) / 2e4
+        assert f"with {name} at {loss:.3f}" in says
+        assert f"{loss:.3f}" in (DOCS / "page.md").read_text()
+
+
+def test_arrow_keys_move_it(tmp_path: Path) -> None:
+    script = """for (const key of ["ArrowLeft", "ArrowLeft", "ArrowDown"])
+      $("grip").dispatchEvent(new KeyboardEvent("keydown", { key }));
+    told(centre("cD"));"""
+    np.testing.assert_allclose(browse(tmp_path, script), [150 - 16, -95 + 8])
+
+
+@pytest.mark.parametrize("width", [1440, 768, 400])
+def test_no_word_lies_on_another(tmp_path: Path, width: int) -> None:
+    """At three λ, before and after both descents; and none leaves the picture."""
+    script = """
+    const boxes = () => [...document.querySelectorAll(".live text")]
+      .map(x => x.getBoundingClientRect()).filter(x => x.width)
+      .map(x => [x.left, x.top, x.right, x.bottom]);
+    const all = [];
+    for (const log of [-2, 0, 2]) {
+      choose(log, 20); all.push(boxes()); $("bq").click(); $("bg").click(); all.push(boxes());
+    }
+    const r = $("valley").getBoundingClientRect();
+    told([all, [r.left, r.top, r.right, r.bottom]]);"""
+    states, frame = browse(tmp_path, script, width)
+    for boxes in states:
+        assert len(boxes) >= 5
+        for n, (left, top, right, bottom) in enumerate(boxes):
+            assert left >= frame[0] - 1 and right <= frame[2] + 1
+            assert top >= frame[1] - 1 and bottom <= frame[3] + 1
+            for other in boxes[:n]:
+                across = min(right, other[2]) - max(left, other[0])
+                down = min(bottom, other[3]) - max(top, other[1])
+                assert across < 1 or down < 1, (boxes[n], other)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (768, 1024), (400, 860)])
+def test_the_first_screen_shows_the_valley(tmp_path: Path, width: int, height: int) -> None:
+    script = 'const r = $("valley").getBoundingClientRect(); told([r.left, r.right, r.bottom]);'
+    left, right, bottom = browse(tmp_path, script, width)
+    assert left >= 0 and right <= width and bottom <= height
+
+
+def test_the_handout_is_one_printed_page(tmp_path: Path) -> None:
+    assert BROWSER
+    file = tmp_path / "handout.pdf"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'p'}"]
+    line = [BROWSER, *flags, f"--print-to-pdf={file}", f"file://{DOCS / 'handout.html'}"]
+    subprocess.run(line, check=True, capture_output=True, timeout=120)
+    assert len(re.findall(rb"/Type\s*/Page\b", file.read_bytes())) == 1
