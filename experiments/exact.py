@@ -75,7 +75,7 @@ def optimum(steps: int) -> Point:
     assert isinstance(decoder, Decoder)
     task = MAE(backbone, decoder, cfg.mask_ratio)
     pool = open_pool(cfg.pool, cfg.data_root)
-    labelled = open_task(cfg)
+    labelled = open_task(cfg.dataset, cfg.data_seed, cfg.data_root)
     mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
     std = torch.tensor(labelled.std).double().view(3, 1, 1)
     images = (torch.as_tensor(pool.images) - mean) / std

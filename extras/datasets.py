@@ -1,13 +1,26 @@
 """Program: `bisslight data check`, which opens every image of a data set before a run does."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from config import FinetuneConfig, name_or_folder
-from data import find_fault, find_images, overheard, subfolders
+from config import name_or_folder
+from data import (
+    SPLITS,
+    Pool,
+    Split,
+    Task,
+    describe,
+    find_fault,
+    find_images,
+    overheard,
+    read_folder,
+    subfolders,
+)
 from support.benchmarks import BENCHMARKS, open_task, place_of
-from support.errors import UsageError, collected
+from support.errors import UsageError, as_usage_error, collected
 from support.files import sha256
 
 
@@ -16,13 +29,15 @@ class Check(BaseModel):
 
     name: str
     images: int  # how many were opened
+    holds: list[str]  # its classes with their counts, and what was left out, see `data.describe`
     left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
 
     def __str__(self) -> str:
-        """Return a line for each problem, and the counts."""
-        counts = f"{self.name}: {self.images} images, {len(self.problems)} problems"
-        return "\n".join([*self.problems, f"{counts}, left out: {self.left_out}"])
+        """Return a line for each problem, what there is, and how many problems."""
+        n = len(self.problems)
+        end = f"{n or 'no'} problem{'' if n == 1 else 's'} in {self.images} images"
+        return "\n".join([*self.problems, f"{self.name}", *self.holds, end])
 
 
 def check(name: str, root: Path, partial: bool = False) -> Check:
@@ -35,22 +50,64 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     place = place_of(name, root)
     if not place.is_dir():
         raise UsageError(f"{name}: there is no folder {place}")
-    is_task = len(subfolders(place)) > 1 or (place / "train").is_dir()
-    has_classes = is_task and name not in BENCHMARKS
+    found = find_images(place)
+    pool = Pool(found.images, left_out=found.left_out)
+    holds = describe(pool)
     problems: list[str] = []
-    if has_classes or name in BENCHMARKS:
-        cfg = FinetuneConfig(backbone="vit_mini", dataset=name, data_root=root, partial=partial)
-        with collected(problems):
-            open_task(cfg)
+    task: Task | None = None
+    is_task = len(subfolders(place)) > 1 or (place / "train").is_dir()
+    with collected(problems):
+        if name in BENCHMARKS:
+            holds = describe(open_task(name, 0, root, partial=partial))
+        elif is_task:
+            with as_usage_error(str(place)):
+                task, faults = read_folder(place, seed=0)
+                holds = describe(task)
+                problems += faults
+        else:
+            holds = [f"a pool, since there are no class folders; {holds[0]}", *holds[1:]]
 
-    files, left_out, _ = find_images(place)
-    first_with: dict[str, Path] = {}  # the first file with each sha256
-    for file in files:
+    told = "\n".join(problems)
+    problems += [fault for fault in found.faults if fault not in told]
+    files_by_digest = defaultdict[str, list[Path]](list)
+    for file in found.images:
         with overheard() as said:
             fault = find_fault(file)
         problems += [fault] if fault else [f"{file}: its decoder warns ({text})" for text in said]
-        if has_classes and not fault:  # also of one class: a split by hash may part them
-            first = first_with.setdefault(sha256(file), file)
-            if first != file:
-                problems.append(f"{file}: is the same as {first}")
-    return Check(name=name, images=len(files), left_out=left_out, problems=problems)
+        if task and not fault:
+            files_by_digest[sha256(file)].append(file)
+    if task:
+        problems += find_copies(task, files_by_digest.values())
+    return Check(
+        name=name,
+        images=len(found.images),
+        holds=holds,
+        left_out=found.left_out,
+        problems=problems,
+    )
+
+
+def find_copies(task: Task, groups: Iterable[Sequence[Path]]) -> list[str]:
+    """A problem for each group of two or more files of one content: where they are.
+
+    Also of one class: a split by hash may part them.
+    """
+    kinds: dict[Path, str] = {}
+    parts: dict[Path, str] = {}
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        for file, label in zip(split.images, split.targets.tolist(), strict=True):
+            kinds[file] = task.classes[label]
+            parts[file] = name
+    problems = []
+    for files in groups:
+        where = ""
+        for of_file, what in ((kinds, "classes"), (parts, "parts")):
+            names = sorted({of_file[file] for file in files if file in of_file})
+            if len(names) > 1:
+                where += f", in {len(names)} {what}: {', '.join(names)}"
+        if len(files) > 1:
+            first, *copies = files
+            same = ", ".join(str(file) for file in copies)
+            problems.append(f"{same}: is the same as {first}{where}")
+    return problems

@@ -10,15 +10,14 @@ from PIL import Image
 from torchvision import datasets as tv
 from toy import refusal
 
-from config import OMNIGLOT, AlignConfig
+from config import OMNIGLOT
 from data import SPLITS, Task
 from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
 from support.errors import UsageError
 
 
 def load(name: str, root: Path, **more: Any) -> Task:
-    given = {"backbone": "vit_mini", "dataset": name, "partial": True, "data_root": root} | more
-    return open_task(AlignConfig(**given))
+    return open_task(name, root=root, **{"seed": 0, "partial": True} | more)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +62,7 @@ def test_torchvision_opens_the_same_files_with_the_same_labels(
 def test_voc_labels_are_those_of_the_annotations() -> None:
     """Main/CLASS_PART.txt against the objects that torchvision's VOCDetection reads."""
     root = shared("data/VOCdevkit").parent
-    task, hits = load("voc07", root), load("voc07", root, voc_difficult="positive")
+    task, hits = load("voc07", root), load("voc07", root, difficult="positive")
     for part in SPLITS:
         xml = tv.VOCDetection(root, year="2007", image_set=part)
         for i in range(len(xml)):
@@ -89,7 +88,7 @@ def test_the_whole_cub_split_has_the_papers_sizes(
     monkeypatch.setattr(Path, "exists", lambda path: True)  # there are the lists alone
     (tmp_path / "CUB_200_2011").symlink_to(base)
     found = []
-    for more in ({}, {"data_seed": 1}, {"split_file": file}):
+    for more in ({}, {"seed": 1}, {"split_file": file}):
         task = load("cub200", tmp_path, partial=False, **more)
         assert task.sizes() == {"train": 4800, "val": 1194, "test": 5794}
         assert set(task.train.targets.bincount().tolist()) == {24}

@@ -83,7 +83,7 @@ def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("link", "to"), [("dog", "cat"), ("cat/up", ".."), ("cat/more", "../cow/sub"), ("val", "train")]
 )
-def test_a_link_to_a_folder_of_another_class_or_part_is_refused(
+def test_a_link_to_a_folder_of_another_class_or_part_is_refused_by_name(
     tmp_path: Path, link: str, to: str
 ) -> None:
     """Its images would be in two classes, or train and validate. A loop in a class is harmless."""
@@ -93,16 +93,109 @@ def test_a_link_to_a_folder_of_another_class_or_part_is_refused(
     (root / "cow/again").symlink_to(".")
     assert len(folder(tmp_path, 0).classes) == 2
     (tmp_path / link).symlink_to(to)
-    with pytest.raises(ValueError, match="shares a folder with another class or part"):
+    with pytest.raises(ValueError, match=f"^{tmp_path / link}: leads to a folder of another class"):
         folder(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("link", "to"),
+    [("cow/x.png", "../cat/0.png"), ("test/cat/x.png", "../../train/cat/0.png")],
+)
+def test_a_link_to_an_image_of_another_class_or_part_is_refused_by_name(
+    tmp_path: Path, link: str, to: str
+) -> None:
+    """Links out of the data set, as of a store of files, are as good as files."""
+    places = ("train/", "test/") if "test" in link else ("",)
+    make(tmp_path, *[f"{p}{c}/{i}.png" for p in places for c in ("cat", "cow") for i in range(9)])
+    make(tmp_path, "@store/1.png")
+    (tmp_path / places[0] / "cat/stored.png").symlink_to(tmp_path / "@store/1.png")
+    assert len(folder(tmp_path, 0).classes) == 2
+    (tmp_path / link).symlink_to(to)
+    with pytest.raises(ValueError, match=f"{tmp_path / link}: is a link to an image that is in"):
+        folder(tmp_path, 0)
+
+
+@pytest.mark.parametrize("link", ["bird", "train/bird", "train", "train/cat/more", "cat/more"])
+def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link: str) -> None:
+    """A class, a part or a part of a class on a disk that is not mounted; also below a pool."""
+    place = "train/" if link.startswith("train/") else "test/" if link == "train" else ""
+    make(tmp_path, *[f"{place}{c}/{i}.png" for c in ("cat", "dog") for i in range(5)])
+    (tmp_path / link).symlink_to("/unmounted/more")
+    with pytest.raises(ValueError, match=f"{tmp_path / link}: is a link to nowhere"):
+        folder(tmp_path, 0)
+    assert f"{tmp_path / link}: is a link to nowhere" in data.find_images(tmp_path).faults[0]
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (("Training/cat", "Training/dog", "Testing/cat", "Testing/dog"), "Testing and Training"),
+        (("Training/cat", "Training/dog", "Testing/cat"), "both hold a folder cat"),
+        (("colour/cat", "colour/dog", "grey/cat", "grey/dog", "docs"), "colour and grey"),
+        (("set/cat", "set/dog", "set (1)/cat", "set (1)/dog"), "both hold a folder cat"),
+        (("seg_train/cat", "seg_test/dog"), "named train, val and test"),
+        (("Train2017", "Val2017"), "named train, val and test"),
+        (("TestData", "TrainData"), "named train, val and test"),
+        (("images", "masks"), "images and masks, which are no classes"),
+        (("train/images", "train/labels"), "images and labels, which are no classes"),
+        (("images/cat", "images/dog", "masks/cat", "masks/dog"), "images and masks"),
+        (("photos/cat", "photos/dog"), r"may be in .*/photos: give that"),
+        (("train/cat", "train/dog", "valid/cat", "valid/dog"), "train, valid; parts are named"),
+    ],
+)
+def test_folders_that_are_no_classes_are_refused(
+    tmp_path: Path, folders: tuple[str, ...], message: str
+) -> None:
+    """Otherwise a network learns to tell training images from test images, and is good at it."""
+    make(tmp_path, *[f"{place}/{i}.png" for place in folders for i in range(5)])
+    with pytest.raises(ValueError, match=message):
+        folder(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("cat", "cat/more", "dog", "dog/more"),
+        ("train/cat/film 1", "train/dog/film 1"),
+        ("cat/indoors", "dog/outdoors"),
+        ("with mask", "without mask"),
+        ("blood test", "urine test"),
+        ("train station", "bus station"),
+    ],
+)
+def test_classes_with_odd_names_or_folders_in_them_are_classes(
+    tmp_path: Path, folders: tuple[str, ...]
+) -> None:
+    make(tmp_path, *[f"{place}/{i}.png" for place in folders for i in range(5)])
+    assert len(folder(tmp_path, 0).classes) == 2
+
+
+def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: Path) -> None:
+    make(tmp_path, *[f"a/{i}.png" for i in range(10)], *[f"b/{i}.png" for i in range(5)], "c.png")
+    for name in ("a/1.heic", "a/2.HEIC", "b/notes", "read.txt"):
+        (tmp_path / name).touch()
+    assert data.describe(folder(tmp_path, 0)) == [
+        "2 classes, 15 images: a 10, b 5; train 10, val 2, test 3",
+        "left out: 2 .heic, 1 without an ending, 1 .png beside class folders, 1 .txt",
+    ]
+    assert data.describe(Pool([Path("1.png")])) == ["images without labels: 1"]
+    split = Split(torch.zeros(3, 3, 2, 2), torch.tensor([[1, 1], [1, -1], [-1, 0]]))
+    several = Task("own", split, split, split, ["a", "b"])
+    assert data.describe(several) == ["2 classes, 9 images: a 6, b 3; train 3, val 3, test 3"]
+    many = Split(torch.zeros(31, 3, 2, 2), torch.tensor([*range(30), 7]))
+    (line,) = data.describe(Task("own", many, many, many, [f"c{k}" for k in range(30)]))
+    assert "c7 6" in line and "c9 3, ..., c25 3" in line and "(from 3 to 6 a class)" in line
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["a/1.png", "b/1.png", "c/1.txt"], "a has no image for val; .*c has no image for train"),
+        (
+            ["a/1.png", "b/1.png", "c/1.txt"],
+            "class c has no image: .*no image for val of class a, b",
+        ),
         (["1.png"], "two or more class folders"),
-        (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "class z has no image for train"),
+        (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "no image for train of class z"),
         (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
         (
             [f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"],
@@ -139,14 +232,14 @@ def test_what_systems_put_among_images_is_no_class_and_no_image(
     task = folder(tmp_path, 0)
     assert task.classes == ["a", "b"] and fingerprint(task)
     assert task.sizes() == {"train": 2, "val": 2, "test": 2}
-    assert data.find_images(tmp_path)[0] == [tmp_path / file for file in files]
+    assert data.find_images(tmp_path).images == [tmp_path / file for file in files]
 
-    def iterdir(place: Path) -> Any:
+    def scandir(place: Path) -> Any:
         raise PermissionError(13, "Permission denied", place)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)  # a test may run as root
-    with pytest.raises(PermissionError):
-        data.find_images(tmp_path)
+    monkeypatch.setattr(os, "scandir", scandir)  # a test may run as root
+    found = data.find_images(tmp_path)
+    assert found.faults == [f"{tmp_path}: cannot be read (Permission denied); see its permissions"]
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
@@ -302,7 +395,7 @@ def test_a_link_that_leads_back_is_followed_once(tmp_path: Path) -> None:
     (tmp_path / "b/back").symlink_to("../a")
     for target, names in ((".", "1"), ("..", "12"), ("../b", "12")):
         (tmp_path / "a/link").symlink_to(target)
-        assert [path.stem for path in data.find_images(tmp_path / "a")[0]] == [*names]
+        assert [path.stem for path in data.find_images(tmp_path / "a").images] == [*names]
         (tmp_path / "a/link").unlink()
 
 

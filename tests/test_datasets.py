@@ -51,12 +51,13 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     picture(tmp_path / "classes/c/small.png")
     (tmp_path / "classes/a/0.png").write_bytes(b"")
     found = check(f"{tmp_path}/classes", tmp_path)
-    small, damaged = found.problems
-    assert "c has no image for test" in small and "a/0.png" in damaged and found.images == 21
-    assert str(found).splitlines()[:2] == found.problems
+    no_val, no_test, damaged = found.problems
+    assert "no image for val of class c" in no_val and "for test of class c" in no_test
+    assert "a/0.png: cannot be read" in damaged and damaged.endswith("; replace or remove it")
+    assert str(found).splitlines()[:3] == found.problems and found.images == 21
     (tmp_path / "alone").mkdir()
     (tmp_path / "classes").rename(tmp_path / "alone/train")
-    assert len(check(f"{tmp_path}/alone", tmp_path).problems) == 2
+    assert len(check(f"{tmp_path}/alone", tmp_path).problems) == 3
 
 
 def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
@@ -79,13 +80,36 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     found = check(f"folder:{tmp_path}", tmp_path)
     assert found.left_out == {".heic": 1, ".gif": 1}
     for told in (
-        "class c has no image for test", "class C has no image for train",
+        "no image for test of class c, É", "no image for train of class C, E",
         "'C' and 'c' look alike", r"'E\u0301' and '\xc9' look alike",
         *(f"{name}.png: cannot be read (no file" for name in ("a/folder", "a/link", "b/fifo")),
-        "b/cut.png: cannot be read (image file is truncated", "b/twin.png: is the same as",
-        "a/0.png: is the same as",
+        "b/cut.png: cannot be read (image file is truncated",
     ):  # fmt: skip
         assert [line for line in found.problems if told in line], told
+    (copies,) = (line for line in found.problems if "is the same as" in line)
+    assert f"{tmp_path}/train/a/0.png" in copies and f"{tmp_path}/train/b/twin.png" in copies
+    assert copies.endswith(", in 2 classes: a, b, in 2 parts: test, train")
+
+
+def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
+    for i in range(10):
+        drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
+    (tmp_path / "set/a/1.heic").touch()
+    assert str(check(f"{tmp_path}/set", tmp_path)).splitlines() == [
+        f"folder:{tmp_path}/set",
+        "2 classes, 10 images: a 5, b 5; train 6, val 2, test 2",
+        "left out: 1 .heic",
+        "no problems in 10 images",
+    ]
+    assert str(check(f"{tmp_path}/set/a", tmp_path)).splitlines() == [
+        f"folder:{tmp_path}/set/a",
+        "a pool, since there are no class folders; images without labels: 5",
+        "left out: 1 .heic",
+        "no problems in 5 images",
+    ]
+    (tmp_path / "set/c").symlink_to("nowhere")
+    (fault,) = check(f"{tmp_path}/set", tmp_path).problems
+    assert f"{tmp_path}/set/c: is a link to nowhere" in fault
 
 
 @pytest.mark.filterwarnings("ignore:.*tar.*:DeprecationWarning")  # torchvision, Python 3.12
