@@ -162,7 +162,7 @@ for arm in evaluate(arms).arms:
 # Aligned with either task, the network learns in fewer epochs: after 3 of 8 it has 38 %, direct
 # fine-tuning 22 %. **Restart has 37 %.** So this head start is no evidence for the bilevel problem
 # as such: another start that has seen the labels has it, too. A larger study
-# ([omniglot.md](../experiments/omniglot.md)) found the same with MAE.
+# ([at the end of this page](../experiments/README.md)) found the same with MAE.
 #
 # There are two seeds, one alphabet and one small network here, and all seeds share one align run.
 

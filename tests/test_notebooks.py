@@ -52,7 +52,7 @@ def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> 
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "experiments/omniglot.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "experiments/README.md"])
 def test_each_command_and_flag_in_prose_exists(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
