@@ -16,13 +16,17 @@ from pathlib import Path
 import blank
 import check
 import checks_3
+import other_styles
 import pytest
 import torch
+import witness
+import wrong_answers
 from check import Exercise, Outcome, judge
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples/exercises"
 EXERCISES = check.exercises()
+STYLES = [name for name in vars(other_styles) if re.match(r"[a-z]\w+__", name)]
 EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"{e.sheet}.{e.k}-{e.name}")
 
 
@@ -139,25 +143,29 @@ MISTAKES = [
      "    def inverse(g): return one(g.reshape(1, -1)).view_as(g)", "joined"),
 ]  # fmt: skip
 
-# right in another way than the worked answer
+# right in another way than the worked answer; whole functions are in other_styles.py
 RIGHT = [
     ("closed_form", "m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T  # (m, m)",
-     "G @ G.T\n    for i in range(m):\n        system[i, i] += m * lam", None),
+     "G @ G.T\n    for i in range(m):\n        system[i, i] += m * lam", ""),
     ("closed_form", "    system = m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T",
      "    system = m * lam * torch.eye(m, dtype=G.dtype)\n    for i in range(m):\n"
-     "        for j in range(m):\n            system[i, j] += G[i] @ G[j]\n    ", None),
-    ("conjugate_gradients", "if yy == 0", "if yy < 1e-20 * (g @ g)", None),
-    ("algorithm_1", "rows.append(row)", "rows.insert(0, row)", None),
+     "        for j in range(m):\n            system[i, j] += G[i] @ G[j]\n    ", ""),
+    ("conjugate_gradients", "if yy == 0", "if yy < 1e-20 * (g @ g)", ""),
+    ("algorithm_1", "rows.append(row)", "rows.insert(0, row)", ""),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "theirs", "word"),
-    [*MISTAKES, *RIGHT],
+    ("verdict", "name", "ours", "theirs", "word"),
+    [
+        *(("wrong", *row) for row in MISTAKES + wrong_answers.WRONG),
+        *(("right, but", *row) for row in wrong_answers.REMARKS),
+        *(("right", *row) for row in RIGHT),
+    ],
     ids=lambda text: text and text[:20],
 )
-def test_a_mistake_is_named_and_another_way_that_is_right_is_called_right(
-    name: str, ours: str, theirs: str, word: str | None, tmp_path: Path
+def test_an_answer_is_judged_and_its_mistake_is_named(
+    verdict: str, name: str, ours: str, theirs: str, word: str, tmp_path: Path
 ) -> None:
     """What is said of the worked answer with one change in the function of this name."""
     (exercise,) = [e for e in EXERCISES if e.name == name]
@@ -166,8 +174,14 @@ def test_a_mistake_is_named_and_another_way_that_is_right_is_called_right(
     file = tmp_path / "answers.py"
     file.write_text(before + start + rest.replace(ours, theirs, 1))
     found = judge(exercise, runpy.run_path(str(file))[name])
-    assert found.verdict == ("right" if word is None else "wrong")
-    assert (word or "") in found.why
+    assert found.verdict == verdict, found.why
+    assert word in found.why
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_another_style_is_right(style: str) -> None:
+    (exercise,) = [e for e in EXERCISES if e.name == style.partition("__")[0]]
+    assert judge(exercise, getattr(other_styles, style)) == Outcome("right")
 
 
 def test_the_problem_of_sheet_3_is_the_one_that_the_check_gives() -> None:
@@ -188,6 +202,32 @@ def test_the_command_runs_from_any_folder(tmp_path: Path) -> None:
     line = [sys.executable, FOLDER / "check.py", answers_file(1)]
     done = subprocess.run(line, env=names, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "5 of 5 right" in done.stdout
+
+
+@pytest.mark.parametrize("sheet", check.SHEETS)
+def test_a_seed_of_the_teachers_own_changes_the_numbers_and_no_verdict(sheet: int) -> None:
+    names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, FOLDER / "check.py", "--seed", "7", answers_file(sheet)]
+    done = subprocess.run(line, env=names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    here = witness.random(3)
+    witness.SEED = 7
+    try:
+        assert not torch.equal(witness.random(3), here)
+    finally:
+        witness.SEED = 0
+
+
+def test_a_remark_is_counted_apart_and_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, ours, theirs, word = wrong_answers.REMARKS[0]
+    file = tmp_path / "answers.py"
+    file.write_text(answers_file(1).read_text().replace(ours, theirs, 1))
+    assert check.main(file) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"{name} +right, but: .*{word}", said)
+    assert "4 of 5 right, 1 more right with a remark" in said
 
 
 def test_right_wrong_and_to_do_are_told_and_in_the_exit_code(

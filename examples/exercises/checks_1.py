@@ -1,11 +1,11 @@
 """Checks of sheet 1: M-FAC and conjugate gradients against dense matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from witness import Watch, Wrong, eye, guarded, random, same, several, stay_small
+from witness import Watch, Wrong, any_type, eye, guarded, random, same, several, stay_small
 
 
 class Case(NamedTuple):
@@ -36,13 +36,20 @@ class Case(NamedTuple):
         v = torch.stack(rows)
         return v, (v * self.G).sum(1)
 
-    def loop(self, first: float, counts: Sequence[int], own: bool) -> Tensor:
+    def loop(
+        self,
+        first: float,
+        counts: Sequence[int],
+        own: bool = False,
+        number: Callable[[Tensor, Tensor], Tensor] = torch.dot,
+    ) -> Tensor:
         """The v of a loop like Eq. 7, with the mistakes that one can make in it.
 
         Args:
             first: what g_i is divided by; λ is right.
             counts: what is added to d_j, for each i; the number of all gradients is right.
             own: whether v_j meets its own gradient g_j; g_i is right.
+            number: d_i of v_i and g_i; their inner product is right.
         """
         v: list[Tensor] = []
         d: list[Tensor] = []
@@ -52,17 +59,22 @@ class Case(NamedTuple):
                 partner = self.G[j] if own else g
                 v_i = v_i - v[j] * (v[j] @ partner) / (counts[i] + d[j])
             v.append(v_i)
-            d.append(v_i @ g)
+            d.append(number(v_i, g))
         return torch.stack(v)
 
 
 CASES = [
     Case(random(4, 6), random(6, seed=1), 0.3),
     Case(random(7, 5, seed=2), random(5, seed=3), 0.05),  # more gradients than numbers
+    Case(  # long gradients and a short one, which counts, too
+        torch.tensor([30, 30, 0.1]).double()[:, None] * random(3, 6, seed=4),
+        random(6, seed=5),
+        0.05,
+    ),
 ]
 
 
-def check_eq_7(eq_7: Any) -> None:
+def check_eq_7(eq_7: Any) -> list[str]:
     """Compares v and d with dense inverses of the damped Fisher matrix so far."""
     answer = guarded(eq_7, "G lam")
     for case in CASES:
@@ -71,24 +83,33 @@ def check_eq_7(eq_7: Any) -> None:
         v, d = several("eq_7", answer(case.G, lam), ["v", "d"])
         expected_v, expected_d = case.stored()
         same("v", v, expected_v, {
-            "g_i is not divided by λ": case.loop(1.0, [m] * m, False),
-            "it is multiplied by λ, not divided": case.loop(1 / lam, [m] * m, False),
+            "g_i is not divided by λ": case.loop(1.0, [m] * m),
+            "it is multiplied by λ, not divided": case.loop(1 / lam, [m] * m),
             "the denominator has the number of earlier gradients; it must have N_L, the number of "
-            "all": case.loop(lam, range(m), False),
+            "all": case.loop(lam, range(m)),
             "the denominator has the number of gradients so far; it must have N_L, the number of "
-            "all": case.loop(lam, range(1, m + 1), False),
+            "all": case.loop(lam, range(1, m + 1)),
             "the inner product is v_j with g_j; it must be with the new gradient g_i":
-                case.loop(lam, [m] * m, True),
+                case.loop(lam, [m] * m, own=True),
+            "the first denominator is m λ; it is λ alone": case.loop(m * lam, [m] * m),
+            "the denominator is 1 + d_j; it must be N_L + d_j": case.loop(lam, [1] * m),
+            "d_i is the squared length of v_i; it must be v_iᵀ g_i":
+                case.loop(lam, [m] * m, number=lambda v_i, _: v_i @ v_i),
+            "d_i is the squared length of g_i; it must be v_iᵀ g_i":
+                case.loop(lam, [m] * m, number=lambda _, g_i: g_i @ g_i),
+            "N_L is added twice; d_i is v_iᵀ g_i alone": case.loop(lam, [2 * m] * m),
             "only the first term is there, the sum is missing": case.G / lam,
         })  # fmt: skip
         same("d", d, expected_d, {
             "N_L is added already; d is v_iᵀ g_i alone": expected_d + m,
             "it is the squared length of v_i; it must be v_iᵀ g_i": expected_v.square().sum(1),
+            "it is the squared length of g_i; it must be v_iᵀ g_i": case.G.square().sum(1),
         })  # fmt: skip
     stay_small(lambda G, _: eq_7(G, 0.3))
+    return any_type(eq_7, CASES[0].G, 0.3)
 
 
-def check_eq_10(eq_10: Any) -> None:
+def check_eq_10(eq_10: Any) -> list[str]:
     """Compares q with a dense solve with F + λI; v and d are made with dense matrices, too.
 
     Two queries are answered from the same v and d, as lines 11 to 13 of Algorithm 1 ask for.
@@ -113,9 +134,10 @@ def check_eq_10(eq_10: Any) -> None:
                 "the inner products are with the q so far; each must be with g": in_place,
             })  # fmt: skip
     stay_small(lambda v, g: eq_10(v, torch.ones_like(v[:, 0]), g, 0.3))
+    return any_type(eq_10, *CASES[0].stored(), CASES[0].g, 0.3)
 
 
-def check_fisher_product(fisher_product: Any) -> None:
+def check_fisher_product(fisher_product: Any) -> list[str]:
     """(F + λI) x against the dense matrix; and no tensor as large as that matrix is made."""
     answer = guarded(fisher_product, "G x lam")
     for case in CASES:
@@ -128,9 +150,18 @@ def check_fisher_product(fisher_product: Any) -> None:
             "λ is added to every entry; it must be λ x": F @ x + case.lam,
         })  # fmt: skip
     stay_small(lambda G, g: fisher_product(G, g, 0.3))
+    remarks = any_type(fisher_product, CASES[0].G, CASES[0].g, 0.3)
+    p = 600
+    with Watch() as made:
+        fisher_product(random(3, p), random(p, seed=1), 0.3)
+    if sum(made.sizes) >= p * p / 2:
+        remarks.append(
+            "all numbers of F are computed, a part at a time; `G.T @ (G @ x)` needs none of them"
+        )
+    return remarks
 
 
-def check_closed_form(closed_form: Any) -> None:
+def check_closed_form(closed_form: Any) -> list[str]:
     """Compares q with a dense solve with F + λI; no tensor as large as F is made."""
     answer = guarded(closed_form, "G g lam")
     for case in CASES:
@@ -151,30 +182,37 @@ def check_closed_form(closed_form: Any) -> None:
     stay_small(lambda G, g: closed_form(G, g, 0.3))
     one = torch.ones(1, 3).double()
     same("q for m = 1", answer(one, one[0], 1.0), one[0] / 4)
-    one_system(closed_form)
+    return any_type(closed_form, CASES[0].G, CASES[0].g, 0.3) + one_system(closed_form)
 
 
-def one_system(closed_form: Any) -> None:
-    """Wrong if more vectors of p numbers are made for more gradients, as Eq. 7 has to do.
+def one_system(closed_form: Any) -> list[str]:
+    """A remark if more vectors of p numbers are made for more gradients: a loop makes them.
 
-    The small system may be built in any way: a tensor of it has at most m² numbers, fewer than p.
+    Wrong if no small system is there either, so that the answer is Eq. 7 once more. The system may
+    be built in any way: a tensor of it has m² numbers or a few more, fewer than p.
     """
     p = 200
-    made = []
+    long = []
+    small = []
     for m in (5, 10):
         with Watch() as watch:
             closed_form(random(m, p), random(p, seed=1), 0.3)
-        made.append(len([size for size in watch.sizes if size >= p]))
-    if made[0] != made[1]:
-        raise Wrong(
-            f"the numbers are right, but with 5 gradients {made[0]} tensors of p or more numbers "
-            f"are made, and {made[1]} with 10: a loop over the gradients makes vectors as long as "
-            "g, one after the other. In the closed form the long vectors are touched by three "
-            "products alone, `G @ G.T`, `G @ g` and `G.T @ w`"
-        )
+        long.append(len([size for size in watch.sizes if size >= p]))
+        small.append(len([size for size in watch.sizes if m * m <= size < p]))
+    if long[0] == long[1]:
+        return []
+    loop = (
+        f"with 5 gradients {long[0]} tensors of p or more numbers are made, and {long[1]} with 10: "
+        "a loop over the gradients makes vectors as long as g, one after the other. In the closed "
+        "form the long vectors are touched by three products alone, `G @ G.T`, `G @ g` and "
+        "`G.T @ w`"
+    )
+    if min(small) == 0:
+        raise Wrong(f"the numbers are right, but there is no system of m equations; {loop}")
+    return [loop]
 
 
-def check_conjugate_gradients(conjugate_gradients: Any) -> None:
+def check_conjugate_gradients(conjugate_gradients: Any) -> list[str]:
     """Every iterate against the best point of its Krylov space; as many products as iterations."""
     answer = guarded(conjugate_gradients, "product g iterations")
     g = random(6, seed=1)
@@ -211,6 +249,17 @@ def check_conjugate_gradients(conjugate_gradients: Any) -> None:
     if not bool(x.isfinite().all()):
         raise Wrong("x is not a number once the residual is 0: stop there, before 0 / 0")
     same("x, if one iteration is enough", x, unit / 2)
+    remarks = any_type(conjugate_gradients, lambda u: A.to(u.dtype) @ u, g, 2)
+    # With a matrix near the identity the residual falls a hundredfold in each iteration.
+    B = random(p, p, seed=6)
+    near = eye(p) + 0.01 * (B + B.T) / 2
+    left = g - near @ conjugate_gradients(lambda u: near @ u, g, p)
+    if left.norm() > 1e-9 * g.norm():
+        remarks.append(
+            f"it stops where the residual is {left.norm() / g.norm():.0e} of g; the last digits "
+            "that float64 has are still to come"
+        )
+    return remarks
 
 
 def steepest(A: Tensor, g: Tensor, iterations: int) -> Tensor:

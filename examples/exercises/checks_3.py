@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import SGD
-from witness import Wrong, distance, eye, guarded, no_graph, random, same
+from witness import Grads, Wrong, any_type, distance, eye, guarded, no_graph, random, same
 
 K = 2  # θ (K, p)
 p = 3
@@ -20,7 +20,8 @@ MOMENTUM = 0.5  # so that a step by hand is not the optimiser's, from the second
 
 def loss(theta: Tensor, phi: Tensor, batch: Tensor) -> Tensor:
     """A quadratic loss in which θ and φ are coupled: ½ |M θ + N φ − batch|²."""
-    return (M @ theta.flatten() + N @ phi - batch).square().sum() / 2
+    residual = M.to(theta.dtype) @ theta.flatten() + N.to(phi.dtype) @ phi - batch
+    return residual.square().sum() / 2
 
 
 def by_hand(theta: Tensor, phi: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,10 +30,10 @@ def by_hand(theta: Tensor, phi: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return (M.T @ residual).view(K, p), N.T @ residual
 
 
-def start() -> list[Tensor]:
+def start(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """θ_P, θ_D and φ."""
     tensors = [random(K, p, seed=2), random(K, p, seed=3), random(n, seed=4)]
-    return [x.requires_grad_() for x in tensors]
+    return [x.to(dtype).requires_grad_() for x in tensors]
 
 
 def sgd(tensors: list[Tensor]) -> SGD:
@@ -40,12 +41,13 @@ def sgd(tensors: list[Tensor]) -> SGD:
     return SGD(tensors, lr=LR, momentum=MOMENTUM)
 
 
-def check_lower_step(lower_step: Any) -> None:
+def check_lower_step(lower_step: Any) -> list[str]:
     """Two steps of descent with momentum against gradients by hand; λ is another in the second."""
     answer = guarded(lower_step, "_ _ theta_D _ batch lam opt_P")
     theta_P, theta_D, phi_P = start()
     theta, fixed, phi = (x.detach().clone() for x in (theta_P, theta_D, phi_P))
     opt = sgd([theta_P, phi_P])
+    grads = Grads(theta_D=theta_D)
     kept: list[tuple[Tensor, Tensor]] = []
     push = torch.zeros_like(theta)  # the momentum of θ_P
     push_phi = torch.zeros_like(phi)
@@ -61,14 +63,14 @@ def check_lower_step(lower_step: Any) -> None:
         push_phi = MOMENTUM * push_phi + g_phi
         moved = theta - LR * push
         same(f"θ_P after the {which} step", theta_P, moved, {
-            "the penalty of line 7 is missing": moved + LR * delta,
-            "the penalty of line 7 pushes θ_P away from θ_D; its gradient is λ(θ_P − θ_D)":
+            "the spring of line 7 is missing": moved + LR * delta,
+            "the spring of line 7 pushes θ_P away from θ_D; its gradient is λ(θ_P − θ_D)":
                 moved + 2 * LR * delta,
-            "the penalty of line 7 has no λ": moved + LR * (delta - delta / lam),
+            "the spring of line 7 has no λ": moved + LR * (delta - delta / lam),
             "θ_P did not move; does opt_P find a gradient in `theta_P.grad`?": theta,
             "the step was not opt_P's, which has a momentum; leave it to `opt_P.step()`":
                 theta - LR * (grad + delta),
-            "the penalty did not pass through opt_P: line 7 adds it to the gradient, before line 9":
+            "the spring did not pass through opt_P: line 7 adds it to the gradient, before line 9":
                 theta - LR * (MOMENTUM * kept[0][1] + grad + delta) if kept else moved,
         })  # fmt: skip
         same(f"φ_P after the {which} step", phi_P, phi - LR * push_phi, {
@@ -84,35 +86,56 @@ def check_lower_step(lower_step: Any) -> None:
     for found, grad in kept:
         if distance(found, grad) > 1e-6:
             raise Wrong("a gradient that was returned has changed in a later step: return a copy")
+    grads.compare()
+    theta_D.grad = random(K, p, seed=5)  # as it is after an upper step
+    grads = Grads(theta_D=theta_D)
+    lower_step(loss, theta_P, theta_D, phi_P, batch, lam, opt)
+    grads.compare()
+
+    def one_step(batch: Tensor) -> list[Tensor]:
+        theta_P, theta_D, phi_P = start(batch.dtype)
+        opt = sgd([theta_P, phi_P])
+        found = lower_step(loss, theta_P, theta_D, phi_P, batch, lam, opt)
+        return [found, theta_P, phi_P]
+
+    return any_type(one_step, batch)
 
 
 def row_of(found: Any, grad: Tensor, delta: Tensor, which: str) -> None:
     """What the lower step returns is ∇L^P alone."""
     same(f"the gradient for G of the {which} step", found, grad, {
-        "it has the gradient of the penalty in it, but G must not, since M-FAC adds λI by itself "
+        "it has the gradient of the spring in it, but G must not, since M-FAC adds λI by itself "
         "(if you return `theta_P.grad`, a later `+=` changes what you return: return a clone)":
             grad + delta,
-        "it has the gradient of the penalty, with the wrong sign": grad - delta,
+        "it has the gradient of the spring, with the wrong sign": grad - delta,
     })  # fmt: skip
 
 
-def check_upper_step(upper_step: Any) -> None:
+def check_upper_step(upper_step: Any) -> list[str]:
     """Two steps of descent with momentum against gradients by hand; the inverse is a matrix."""
     answer = guarded(upper_step, "_ theta_P _ _ batch inverse opt_D")
     theta_P, theta_D, phi_D = start()
     fixed, theta, phi = (x.detach().clone() for x in (theta_P, theta_D, phi_D))
     R = random(K * p, K * p, seed=5)
     opt = sgd([theta_D, phi_D])
+    grads = Grads(theta_P=theta_P)
+    calls: list[Tensor] = []
 
     def inverse(g: Tensor) -> Tensor:
-        return (R @ g.flatten()).view(K, p)
+        calls.append(g)
+        if g.shape != (K, p):
+            raise Wrong(f"`inverse` was given a g {tuple(g.shape)}; it must be {(K, p)}, as θ is")
+        return (R.to(g.dtype) @ g.flatten()).view(K, p)
 
     earlier = torch.zeros_like(fixed)  # what `.grad` of θ_P would hold, were it never cleared
     push = torch.zeros_like(theta)  # the momentum of θ_D
     push_phi = torch.zeros_like(phi)
+    asked = 0  # how often line 13 was asked in a step
     for step, which in enumerate(("first", "second")):
         batch = random(4, seed=21 + step)
+        calls.clear()
         q = answer(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+        asked = max(asked, len(calls))
         g, phi_at_P = by_hand(fixed, phi, batch)
         grad_D, phi_at_D = by_hand(theta, phi, batch)
         right = inverse(g)
@@ -146,15 +169,36 @@ def check_upper_step(upper_step: Any) -> None:
         theta = moved
         phi = phi - LR * push_phi
         earlier = earlier + g
+    grads.compare()
+    remarks = []
+    if asked > 1:
+        remarks.append("`inverse` is called more than once; line 13 is one call")
+    theta_P.grad = random(K, p, seed=6)  # as it is after a lower step
+    grads = Grads(theta_P=theta_P)
+    q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+    g, _ = by_hand(fixed, phi, batch)
+    same("q, if there is a gradient in `theta_P.grad` already,", q, inverse(g), {
+        "it has that gradient in it": inverse(g + random(K, p, seed=6)),
+    })  # fmt: skip
+    grads.compare()
+
+    def one_step(batch: Tensor) -> list[Tensor]:
+        theta_P, theta_D, phi_D = start(batch.dtype)
+        opt = sgd([theta_D, phi_D])
+        q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+        return [q, theta_D, phi_D]
+
+    return remarks + any_type(one_step, batch)
 
 
-def check_algorithm_1(algorithm_1: Any) -> None:
+def check_algorithm_1(algorithm_1: Any) -> list[str]:
     """A bilevel problem whose optimum is known, and what passes through lines 6, 10 and 12."""
     problem = Quadratic()
     names = " ".join(f"problem.{field}" for field in Problem._fields)
     answer = guarded(lambda *line_1: algorithm_1(Problem(*line_1)), names)
     theta_P = answer(*problem.given())
     problem.look_at_calls()
+    problem.look_at_start()
     problem.look_at_batches()
     problem.look_at_heads()
     if not isinstance(theta_P, Tensor) or theta_P.shape != (2, 2):
@@ -165,6 +209,11 @@ def check_algorithm_1(algorithm_1: Any) -> None:
         "it is where descent with q = g ends":
             problem.theta_P_star(problem.best_without_curvature()),
     }, tolerance=1e-3)  # fmt: skip
+
+    def in_type(like: Tensor) -> Any:
+        return algorithm_1(Problem(*Quadratic(like.dtype).given()))
+
+    return any_type(in_type, torch.ones(1).double())
 
 
 class Problem(NamedTuple):
@@ -199,14 +248,15 @@ class Quadratic:
     lam = 0.5
     lr = 0.2
 
-    def __init__(self) -> None:
-        self.H = torch.tensor([0.5, 1, 2, 4]).double()
-        self.low_P = torch.ones(4).double()  # minimum of L^P
-        self.low_D = torch.tensor([2, -1, 0.5, -2]).double()  # minimum of L^D
-        self.best_phi_P = torch.tensor([1, -2]).double()
-        self.best_phi_D = torch.tensor([3, 0.5, -1]).double()
-        self.phi_P = torch.tensor([0.5, 0.5]).double()
-        self.phi_D = torch.tensor([-1, 0, 1]).double()
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        self.H = torch.tensor([0.5, 1, 2, 4], dtype=dtype)
+        self.low_P = 1 + random(4).to(dtype) / 10  # minimum of L^P
+        self.low_D = torch.tensor([2, -1, 0.5, -2], dtype=dtype)  # minimum of L^D
+        self.best_phi_P = torch.tensor([1, -2], dtype=dtype)
+        self.best_phi_D = torch.tensor([3, 0.5, -1], dtype=dtype)
+        self.theta = random(2, 2, seed=1).to(dtype)  # where both levels start
+        self.phi_P = random(2, seed=2).to(dtype)
+        self.phi_D = random(3, seed=3).to(dtype)
         self.lower: list[tuple[Tensor, Tensor]] = []  # θ and ∇L^P of every lower pass
         self.upper: list[Tensor] = []  # θ of every upper pass
         self.heads_P: list[Tensor] = []  # φ of every lower pass
@@ -218,13 +268,17 @@ class Quadratic:
     def given(self) -> Problem:
         """Line 1."""
         return Problem(
-            theta=torch.zeros(2, 2).double(), phi_P=self.phi_P, phi_D=self.phi_D,
+            theta=self.theta, phi_P=self.phi_P, phi_D=self.phi_D,
             L_P=self.L_P, L_D=self.L_D,
-            pretext=(torch.cat([self.low_P, torch.tensor([k])]) for k in itertools.count(1)),
-            labelled=(torch.cat([self.low_D, torch.tensor([-k])]) for k in itertools.count(1)),
+            pretext=(self.batch(self.low_P, k) for k in itertools.count(1)),
+            labelled=(self.batch(self.low_D, -k) for k in itertools.count(1)),
             hypergrad=self.hypergrad, lr=self.lr, lam=self.lam,
             T=self.T, N_L=self.N_L, N_U=self.N_U,
         )  # fmt: skip
+
+    def batch(self, minimum: Tensor, number: int) -> Tensor:
+        """The minimum of a loss, and the number of the batch."""
+        return torch.cat([minimum, minimum.new_tensor([number])])
 
     def L_P(self, theta: Tensor, phi: Tensor, batch: Tensor) -> Tensor:
         """½ (θ − x)ᵀ H (θ − x) + ½ |φ − its best value|²."""
@@ -283,6 +337,13 @@ class Quadratic:
             expected = torch.stack([gradient for _, gradient in passes])  # (N_L, 4)
             same(f"G of alternation {t + 1}", in_order(G.transpose(0, 1).flatten(1)),
                  in_order(expected))  # fmt: skip
+
+    def look_at_start(self) -> None:
+        """Line 2: the first lower pass is at `problem.theta`, and one of the first two upper."""
+        if distance(self.lower[0][0].view(2, 2), self.theta) > 1e-10:
+            raise Wrong("θ_P does not start at `problem.theta`; line 2 gives it to both levels")
+        if min(distance(theta, self.theta) for theta in self.upper[:2]) > 1e-10:
+            raise Wrong("θ_D does not start at `problem.theta`; line 2 gives it to both levels")
 
     def look_at_batches(self) -> None:
         """Each step has a batch of its own, from its own stream."""

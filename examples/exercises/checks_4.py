@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from witness import Wrong, eye, guarded, random, same
+from witness import Grads, Wrong, any_type, eye, guarded, random, same
 
 import mfac
 from bisslight import Passes
@@ -43,15 +43,19 @@ class Coupled:
         return fit + 0.1 * phi.square().sum() + theta.pow(4).sum()
 
     def lower(self, theta_D: Tensor) -> Tensor:
-        """θ_P* and φ_P* in one vector: 15 steps of Newton's method on Eq. 4."""
+        """θ_P* and φ_P* in one vector: 40 steps of Newton's method on Eq. 4.
+
+        A step goes downhill along each eigenvector of the Hessian, also where that is negative.
+        """
 
         def eq_4(z: Tensor) -> Tensor:
             return self.loss_P(z[:3], z[3:]) + self.lam / 2 * (z[:3] - theta_D).square().sum()
 
         z = torch.cat([0.5 * torch.ones_like(theta_D), torch.zeros(2).double()])
-        for _ in range(15):
+        for _ in range(40):
             slope = torch.autograd.functional.jacobian(eq_4, z)
-            z = z - torch.linalg.solve(torch.autograd.functional.hessian(eq_4, z), slope)
+            kappa, u = torch.linalg.eigh(torch.autograd.functional.hessian(eq_4, z))
+            z = z - u @ (u.T @ slope / kappa.abs())
         return z
 
     def upper(self, theta_D: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ class Coupled:
         return (self.lower(theta_D)[:3] - self.low_D).square().sum() / 2
 
 
-def check_with_the_head(with_the_head: Any) -> None:
+def check_with_the_head(with_the_head: Any) -> list[str]:
     """Finite differences: move θ_D a little, solve the lower level anew, see how L^D changes."""
     answer = guarded(with_the_head, "loss_P theta phi lam g")
     for problem in (Coupled(0.3), Coupled(1.0)):
@@ -79,11 +83,16 @@ def check_with_the_head(with_the_head: Any) -> None:
             "this is g": g,
         }, 1e-5)  # fmt: skip
 
+    def short(theta: Tensor, phi: Tensor) -> Tensor:
+        return (theta * phi).sum().square() / 2 + theta.square().sum() + phi.square().sum()
+
+    return any_type(with_the_head, short, random(2), random(2, seed=1), 0.3, random(2, seed=2))
+
 
 # --- 4.2 ------------------------------------------------------------------------------------------
 
 
-def check_per_image_rows(per_image_rows: Any) -> None:
+def check_per_image_rows(per_image_rows: Any) -> list[str]:
     """All choices of m minibatches of B of 3 images are equally likely: the mean must be exact."""
     answer = guarded(per_image_rows, "G images")
     x = random(3, 4)
@@ -114,12 +123,19 @@ def check_per_image_rows(per_image_rows: Any) -> None:
                 plain,
             "it is half of what it should be: RᵀR is divided by all rows of R": expected / 2,
         })  # fmt: skip
+    # Any R with the same RᵀR / len(R) is right, so this is what is compared.
+    return any_type(lambda G: matrix(per_image_rows(G, 2)), random(3, 4))
+
+
+def matrix(R: Tensor) -> Tensor:
+    """RᵀR / len(R)."""
+    return R.T @ R / len(R)
 
 
 # --- 4.3 ------------------------------------------------------------------------------------------
 
 
-def check_with_decay(with_decay: Any) -> None:
+def check_with_decay(with_decay: Any) -> list[str]:
     """Autograd through 800 steps of training with decay, on quadratics whose Fisher is H."""
     answer = guarded(with_decay, "G lam decay")
     rate = 0.1
@@ -150,6 +166,7 @@ def check_with_decay(with_decay: Any) -> None:
             "the blocks are joined to one; each has its own matrix":
                 lam / (lam + decay) * joined(query.reshape(1, 8)).view(2, 4),
         })  # fmt: skip
+    return any_type(lambda G, g: with_decay(G, 0.2, 0.1)(g), random(2, 4, 4), random(2, 4, seed=1))
 
 
 # --- 4.4 ------------------------------------------------------------------------------------------
@@ -192,7 +209,7 @@ class Token:
     """An object that lives as long as a graph does."""
 
 
-def check_cached_gradient(cached_gradient: Any) -> None:
+def check_cached_gradient(cached_gradient: Any) -> list[str]:
     """Autograd on the batch in one piece; and how many images pass at a time."""
     backbone = small_backbone()
     sizes: list[int] = []
@@ -234,4 +251,19 @@ def check_cached_gradient(cached_gradient: Any) -> None:
             f"the numbers are right, but the graphs of {graphs.most} images were alive at a time, "
             "not of 4: compute the embeddings without a graph first"
         )
+    theta.grad = random(*theta.shape, seed=3)  # somebody else's
+    grads = Grads(theta=theta)
     same("the gradient in parts of 3", answer(embed, loss, theta, images, 3), expected)
+    grads.compare()
+    remarks = []
+    if max(sizes) < 3:
+        remarks.append(f"no more than {max(sizes)} of `micro` images are in the network at a time")
+    image = torch.ones(3, 1).double()
+    line = (
+        torch.mul,
+        lambda z: z.sum().square() / 2,
+        torch.ones(1).double().requires_grad_(),
+        image,
+        2,
+    )
+    return remarks + any_type(cached_gradient, *line)

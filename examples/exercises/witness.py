@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+SEED = 0  # the teacher's own seed: with another one, the numbers of all checks are others
+
 
 class Wrong(AssertionError):
     """An answer is not right; the message says what is off, and why if the mistake is known."""
@@ -122,6 +124,65 @@ def guarded(answer: Any, names: str) -> Any:
     return call
 
 
+class Grads:
+    """The `.grad` of tensors that a function has to leave alone, to be compared later."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+        self.before = {name: copy_of(x.grad) for name, x in tensors.items()}
+
+    def compare(self) -> None:
+        """Wrong if a function left a gradient behind, or cleared one."""
+        for name, x in self.tensors.items():
+            before = self.before[name]
+            if x.grad is None and before is None:
+                continue
+            if x.grad is None:
+                what = f"`{name}.grad` was cleared, and somebody else's gradient was in it"
+            elif before is None or not torch.equal(x.grad, before):
+                what = f"a gradient is left behind in `{name}.grad`"
+            else:
+                continue
+            raise Wrong(
+                f"the numbers are right, but {what}; `torch.autograd.grad` leaves every `.grad` "
+                "alone"
+            )
+
+
+def copy_of(x: Tensor | None) -> Tensor | None:
+    """A copy that shares nothing with a tensor, if there is one."""
+    return None if x is None else x.detach().clone()
+
+
+def any_type(answer: Any, *arguments: Any) -> list[str]:
+    """Remarks on an answer that is right in float64, from a call in float32.
+
+    Wrong if the call fails, or if its numbers are not those of float64.
+    """
+    right = tree_leaves(answer(*arguments))
+    try:
+        found = tree_leaves(answer(*[in_float32(x) for x in arguments]))
+    except Exception as error:  # whatever a student's function may raise
+        raise Wrong(
+            f"with float32 arguments it ends in {type(error).__name__}: {error}; a new tensor gets "
+            "the type of an argument, as in `torch.zeros(3, dtype=x.dtype)`"
+        ) from error
+    remarks = []
+    for x, correct in zip(found, right, strict=True):
+        if distance(x, correct) > 1e-3:
+            raise Wrong("with float32 arguments the numbers are wrong, and with float64 right")
+        if x.dtype != in_float32(correct).dtype:
+            remarks = [f"for float32 arguments the result is {name(x)}"]
+    return remarks
+
+
+def in_float32(x: Any) -> Any:
+    """A tensor of floating-point numbers as float32; anything else as it is."""
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return x.detach().float().requires_grad_(x.requires_grad)
+    return x
+
+
 def several(what: str, found: Any, names: Sequence[str]) -> list[Any]:
     """Wrong unless a result is a tuple with so many parts; the parts."""
     if not isinstance(found, tuple | list) or len(found) != len(names):
@@ -182,6 +243,7 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: list[int] = []
+        self.tensors: list[Tensor] = []  # what was made, as it is at the end
 
     @property
     def largest(self) -> int:
@@ -197,6 +259,7 @@ class Watch(TorchDispatchMode):
         for x in tree_leaves(made):
             if isinstance(x, Tensor) and memory(x) not in known:
                 self.sizes.append(x.numel())
+                self.tensors.append(x)
         return made
 
 
@@ -206,8 +269,8 @@ def memory(x: Tensor) -> int:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Normally distributed numbers, float64, the same in every call."""
-    generator = torch.Generator().manual_seed(seed)
+    """Normally distributed numbers, float64, the same in every call with the same `SEED`."""
+    generator = torch.Generator().manual_seed(1000 * SEED + seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
