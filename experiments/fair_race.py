@@ -89,10 +89,11 @@ def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     experiment = open_experiment(cfg)
     prepared = prepare(experiment, None if implicit else no_hypergradient)
     list(probe(experiment, prepared))
-    state, task, head, hypergrad, _ = prepared
+    state, pretext_task, head, hypergrad, _ = prepared
     batches = batches_left(experiment, prepared)
-    passes, train_D = experiment.passes, partial(head.loss, regularise=True)  # with drop path
-    list(algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes, train_D=train_D))
+    inputs = (pretext_task, head.loss, hypergrad, *batches, experiment.passes)
+    train_D = partial(head.loss, regularise=True)  # with drop path
+    list(algorithm_1(state, cfg, *inputs, train_D=train_D))
     return state.theta_P.detach()
 
 

@@ -65,12 +65,13 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
 
     prepared = prepare(experiment, watched)
     list(probe(experiment, prepared))
-    state, task, head, hypergrad, _ = prepared
+    state, pretext_task, head, hypergrad, _ = prepared
     batches = batches_left(experiment, prepared)
-    passes = NewtonPasses(task=task)  # type: ignore[arg-type]
-    loss_P = task.loss
-    task.loss = lambda *args: c * loss_P(*args)  # type: ignore[method-assign]
-    logs = [*algorithm_1(state, cfg, task, head.loss, hypergrad, *batches, passes)][-LAST:]
+    passes = NewtonPasses(task=pretext_task)  # type: ignore[arg-type]
+    loss_P = pretext_task.loss
+    pretext_task.loss = lambda *args: c * loss_P(*args)  # type: ignore[method-assign]
+    inputs = (pretext_task, head.loss, hypergrad, *batches, passes)
+    logs = [*algorithm_1(state, cfg, *inputs)][-LAST:]
     means: Record = {"lower_steps": lower_steps, "lam": lam, "c": c, "alphabet": alphabet}
     for name in found[-1]:
         means[name] = fmean(row[name] for row in found[-LAST:])

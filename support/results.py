@@ -41,6 +41,7 @@ class AdapterInfo(BaseModel, frozen=True):
     arch: Record = {}  # sizes of the backbone, see `config.Arch`
     weights_sha256: Said = None  # of the backbone's checkpoint
     pretext: Said = None  # such as "mae"
+    base: Said = None  # which of I-JEPA's two encoders, such as "target_encoder"
     rank: int | None = None
     alpha: float | None = None
     dataset: Said = None  # such as "cub200"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from config import FinetuneConfig, find_runs
+from config import FinetuneConfig, Record, find_runs
 from data import Task
 from support.adapters import find_adapters, load_adapter, name_images
 from support.errors import UsageError, as_usage_error
@@ -99,7 +99,9 @@ def without_seed(info: AdapterInfo) -> AdapterInfo:
 
 def check_settings(start: Start, cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) an adapter of another network or rank. What it does not say fits."""
-    ours = {"backbone": cfg.backbone, "rank": cfg.rank, "alpha": cfg.scale * cfg.rank}
+    ours: Record = {"backbone": cfg.backbone, "rank": cfg.rank, "alpha": cfg.scale * cfg.rank}
+    if cfg.pretext == "ijepa":
+        ours["base"] = cfg.base
     for name, value in ours.items():
         theirs = getattr(start.info, name)
         if theirs not in (None, value):

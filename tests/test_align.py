@@ -106,7 +106,7 @@ def test_what_is_fixed_in_the_code_is_what_the_paper_says(weights: Path) -> None
     phi_P["mask_token"] = torch.zeros(1, 1, 2)
     phi_D = trainable(init_head(4, 3, rng(0)))
     _, optimisers = start_state(cfg, torch.zeros(2, 8), phi_P, phi_D)
-    opt_P, opt_D = optimisers["opt_P"], optimisers["opt_D"]
+    opt_P, opt_D, _ = optimisers
     P, D = opt_P.wrapped, opt_D.wrapped
     assert type(P) is type(D) is torch.optim.AdamW
     assert {group["betas"] for group in P.param_groups} == {(0.9, 0.95)}

@@ -25,6 +25,7 @@ from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult
+from support.starts import Start, check_settings
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -290,6 +291,15 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     with pytest.raises(UsageError, match="s2: is no finished"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_ijepas_other_encoder_is_refused() -> None:
+    """Both lie in one file, so the digest of the weights is the same."""
+    base: Any = {"backbone": "vit_mini", "dataset": "quilts", "pretext": "ijepa", "rank": 4}
+    start = Start(Path("a"), info=AdapterInfo(base="target_encoder"))
+    check_settings(start, FinetuneConfig(**base))
+    with pytest.raises(UsageError, match="a: has base target_encoder, this run encoder"):
+        check_settings(start, FinetuneConfig(**base, base="encoder"))
 
 
 def test_aligned_seeds_never_take_over_a_direct_arms_directory(

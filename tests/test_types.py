@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = [path for path in ROOT.glob("examples/*.py") if path.stem in ("minimal", "rotation")]
+OWN_TASK = """
+from align import TaskConstructor
+
+checked: TaskConstructor = Rotation
+"""
 WRONG = """
 from config import AlignConfig
 
@@ -48,13 +52,18 @@ def pyright(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", [mypy, pyright])
-def test_the_calls_of_readme_and_examples_have_their_types(
+def test_the_calls_of_the_guide_and_an_own_task_have_their_types(
     checker: Callable[[Path], str], tmp_path: Path
 ) -> None:
     """Also a misspelt setting and a wrong value are found, so the check looks at what it should."""
-    for code in (guide_code(), *[script.read_text() for script in SCRIPTS]):
+    rotation = (ROOT / "examples/rotation.py").read_text()
+    for code in (guide_code(), rotation + OWN_TASK):
         (tmp_path / "program.py").write_text(code)
         assert checker(tmp_path) == ""
     (tmp_path / "program.py").write_text(WRONG)
     said = checker(tmp_path)
     assert "alternation" in said and "newton" in said
+    less = rotation.replace("settings: object, rng", "rng")
+    assert less != rotation
+    (tmp_path / "program.py").write_text(less + OWN_TASK)
+    assert "TaskConstructor" in checker(tmp_path)
