@@ -1,11 +1,13 @@
 """The scripts of experiments/: each runs at toy size, and their own mathematics has witnesses."""
 
+import csv
 import json
 import re
 import shutil
 from copy import deepcopy
 from itertools import combinations
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ import typer
 from golden import make_data
 from quilts import quilts
 from scipy.stats import spearmanr
+from scipy.stats import t as student
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from toy import ALIGN_SETTINGS, call
@@ -24,6 +27,7 @@ from align import align
 from bisslight import Diverged
 from config import BACKBONES, AlignConfig, Arch, keep_known
 from data import rng
+from evaluate import compare
 from experiments import (
     accuracy,
     attention_rollout,
@@ -394,3 +398,38 @@ def test_photographs_compares_aligned_with_peft_and_with_as_long_a_peft(
     arms = [line.split(" | ")[0] for line in told.splitlines()[2:]]
     assert arms == ["| aligned", "| peft", "| longer"]
     assert read(tmp_path / "out/voc07/longer-s1/config.json")["epochs"] >= 2
+
+
+def test_the_tables_of_the_photographs_follow_from_what_each_seed_got_right() -> None:
+    """Means, deviations, p; pooled the difference and its interval. VOC07 may end in 1 more."""
+    page = Path(photographs.__file__).with_suffix(".md").read_text()
+    images = {"flowers": 612, "cub200": 713, "voc07": 10000}  # hundredths of a point of mAP
+    counts: dict[tuple[str, str], list[int]] = {}
+    with Path(photographs.__file__).with_suffix(".csv").open() as file:
+        for row in csv.DictReader(file):
+            name, arm, *seeds = row.values()
+            counts[name, arm] = [int(count) for count in seeds]
+    percent = {
+        key: [100 * count / images[key[0]] for count in seeds] for key, seeds in counts.items()
+    }
+    for (name, arm), values in percent.items():
+        line = re.search(rf"(?m)^\| {name} \| {arm} \| (.*) ± (.*?) \| (.*?) \| (.*?) \|", page)
+        assert line
+        told = [float(line[1]), float(line[2])]
+        assert told == pytest.approx([fmean(values), stdev(values)], abs=0.0101)
+        if arm != "aligned":
+            p = compare(counts[name, "aligned"], counts[name, arm]).p
+            assert float(line[4]) == pytest.approx(p, rel=0.01)
+            difference = fmean(percent[name, "aligned"]) - fmean(values)
+            assert float(line[3]) == pytest.approx(difference, abs=0.0101)
+    for arm in ("peft", "longer", "identity", "lower only", "own images", "random"):
+        line = re.search(rf"(?m)^\| {arm} \| (\S+) \| (\S+) to (\S+) \|", page)
+        assert line
+        pairs = [(percent[name, "aligned"], percent[name, arm]) for name in images]
+        mean = fmean(fmean(ours) - fmean(theirs) for ours, theirs in pairs)
+        variance = sum(stdev(values) ** 2 / 8 for pair in pairs for values in pair) / 9
+        half = float(student.ppf(0.975, 42)) * variance**0.5
+        assert float(line[1]) == pytest.approx(mean, abs=0.011)
+        assert [float(line[2]), float(line[3])] == pytest.approx(
+            [mean - half, mean + half], abs=0.06
+        )

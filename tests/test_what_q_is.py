@@ -90,10 +90,9 @@ def test_a_case_is_measured_once(small: Any, tmp_path: Path, monkeypatch: Any) -
     assert [row["alphabet"] for row in small.read_rows(path)] == ["Tagalog", "Early_Aramaic"]
 
 
-def test_the_tables_of_the_page_are_those_of_the_file() -> None:
+def test_the_table_of_the_page_is_that_of_the_file() -> None:
     page = what_q_is.ROWS.with_suffix(".md").read_text()
     rows = what_q_is.read_rows(what_q_is.ROWS)
-    assert what_q_is.table(rows, what_q_is.CASES, what_q_is.FROM_CASE) in page
     assert what_q_is.table(rows, what_q_is.SCALES, what_q_is.FROM_SCALE) in page
 
 
