@@ -46,7 +46,7 @@ from typing import TypeVar
 from align import AlignResult, align
 from bisslight import Diverged
 from config import AlignConfig, FinetuneConfig, Record, keep_known
-from evaluate import Arm, evaluate
+from evaluate import Arm, evaluate, read_run
 from experiments.recipe import (
     Backbone,
     Dataset,
@@ -91,7 +91,8 @@ def main(
     open_sources(align_settings(settings))  # data, pool and weights: what is missing is told now
     methods = hypergrad.split(",")
     arms = compare(settings, methods, out, rate)
-    write_table([arm.as_row() for arm in arms], out / "accuracy")
+    rows = [arm.as_row() | {"the paper": find_in_paper(out / arm.arm)} for arm in arms]
+    write_table(rows, out / "accuracy")
     if controls:
         write_table(run_controls(settings, methods[0], out, rate), out / "controls")
 
@@ -118,6 +119,59 @@ def run_peft(settings: Record, run: Path) -> FinetuneResult:
     """PEFT with these settings into the directory `run`."""
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings))
     return finetune(cfg, run, track=progress)
+
+
+# --- the paper's accuracies ---------------------------------------------------------------------
+
+# Test accuracies in percent (VOC07: mAP), mean ± deviation over 8 seeds, one per data set, and the
+# label of their table, by pretext task, backbone and method. After BiSSL and BiSSLight comes PEFT.
+COLUMNS = ("pets", "dtd", "voc07", "flowers", "cub200", "aircrafts")
+MAE = "tab:mae_bisslight_main_results"
+BISSL = "tab:classificaiton_acc_bissl_orig"
+JEPA = "tab:classificaiton_acc_bisslight_ijepa"
+ACCURACIES = {
+    ("mae", "vit_b16", "PEFT"): (MAE, "91.7±0.3 69.9±0.5 80.9±0.3 92.8±0.5 79.8±0.5 70.6±0.6"),
+    ("mae", "vit_b16", "BiSSLight"): (MAE, "92.1±0.2 70.3±0.4 81.7±0.2 93.5±0.3 81.2±0.3 72.7±0.3"),
+    ("mae", "vit_l16", "PEFT"): (MAE, "94.4±0.3 74.1±0.6 85.5±0.2 94.6±0.4 84.4±0.4 79.1±0.4"),
+    ("mae", "vit_l16", "BiSSLight"): (MAE, "94.7±0.2 74.9±0.4 85.9±0.1 95.8±0.2 85.6±0.3 82.2±0.3"),
+    ("mae", "vit_h14", "PEFT"): (MAE, "95.2±0.3 75.8±0.5 86.5±0.2 96.0±0.3 85.9±0.4 80.4±1.0"),
+    ("mae", "vit_h14", "BiSSLight"): (MAE, "95.5±0.2 76.7±0.2 87.3±0.1 97.2±0.1 87.2±0.2 87.1±0.3"),
+    ("mae", "vit_b16", "BiSSL"): (BISSL, "92.0±0.5 70.8±0.4 81.9±0.1 93.4±0.4 81.2±0.3 72.7±0.3"),
+    ("ijepa", "vit_h14", "PEFT"): (JEPA, "94.6±0.1 73.1±0.4 82.4±0.2 95.1±0.4 86.4±0.3 76.0±0.6"),
+    ("ijepa", "vit_h14", "BiSSLight"):
+        (JEPA, "94.7±0.1 74.0±0.6 84.0±0.3 96.1±0.3 86.8±0.2 77.7±0.4"),
+}  # fmt: skip
+# What the tables call a run, by the hypergradient of the align run before it; None: not aligned.
+METHODS = {None: "PEFT", "mfac": "BiSSLight", "recursion": "BiSSLight", "cg": "BiSSL"}
+OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the official files' names
+
+
+def find_in_paper(run: Path) -> str | None:
+    """The paper's accuracy for a finished finetune run, such as "91.7±0.3 (tab:...)", or None.
+
+    It has none where settings, weights or data of the run, or of the align run before it, are not
+    the paper's.
+    """
+    config, result = read_run(run)
+    origin = result.origin
+    weights = config["weights"]  # a path; None: the official file was downloaded
+    dataset = config["dataset"]
+    pretext = config["pretext"]
+    cfg = FinetuneConfig(**keep_known(FinetuneConfig, config))
+    follows_paper = (
+        not cfg.unlike_paper()
+        and not origin.unlike_paper  # None or {}: no setting of the align run differs
+        and origin.stage in (None, "align")  # the paper has no restart
+        and (weights is None or weights.endswith(OFFICIAL_ENDINGS))
+        and origin.dataset in (None, dataset)
+        and origin.pretext in (None, pretext)
+    )
+    row = (pretext, cfg.backbone, METHODS.get(origin.hypergrad, ""))
+    if not follows_paper or dataset not in COLUMNS or row not in ACCURACIES:
+        return None
+    label, figures = ACCURACIES[row]
+    by_dataset = dict(zip(COLUMNS, figures.split(), strict=True))
+    return f"{by_dataset[dataset]} ({label})"
 
 
 # --- the controls ---------------------------------------------------------------------------------

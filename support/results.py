@@ -6,6 +6,7 @@ This module does without torch, so that `bisslight evaluate` starts at once.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -115,14 +116,14 @@ class FinetuneResult(RunResult, frozen=True):
     lr: float  # the chosen one of the rates
     tried: list[TrialResult]  # the trials that chose it; [] with a single rate
     trials: list[TrialResult]  # those of the chosen rate
-    tests: list[Score]  # each trial's best epoch, tested once
+    tests: Annotated[list[Score], Field(min_length=1)]  # each trial's best epoch, tested once
     versions: list[str] = []  # of this program and of torch, those of all trials
     start_cpu_seconds: float | None  # of all runs that the seeds start from, see `seconds_before`
 
     def __str__(self) -> str:
         """The mean and deviation of the test accuracy, and a table of the trials."""
         accuracies = format_accuracies([test.accuracy for test in self.tests])
-        headline = f"test {self.metric} {accuracies} (rate {self.lr:g})"
+        headline = f"{self.dataset}: test {self.metric} {accuracies} (rate {self.lr:g})"
         losers = [trial for trial in self.tried if trial.lr != self.lr]
         rows = [trial.as_row() for trial in [*losers, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"

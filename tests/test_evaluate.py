@@ -1,8 +1,7 @@
-"""Scores, the permutation test by brute force, runs that make an arm, the paper's tables."""
+"""Scores, the permutation test by brute force, runs that make an arm, what arms differ in."""
 
 import json
 import math
-import re
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import shared
 from toy import refusal
 
-import evaluate as tables
-from config import ALIGNED_RATES, BACKBONES, RATES, FinetuneConfig
+from config import ALIGNED_RATES, RATES, FinetuneConfig
 from data import rng
-from evaluate import Comparison, compare, evaluate, read_arm
+from evaluate import NOT_COMPARED, SWITCHES, WORDS, Comparison, compare, evaluate, read_arm
 from support.errors import UsageError
 
 
@@ -62,6 +59,8 @@ def finished(
     images: int = 1000,
     start: str | None = None,
     before: float | None = 0.0,
+    start_seed: int | None = None,
+    versions: tuple[str, ...] = (),
     **changes: Any,
 ) -> Path:
     """A finished run of vit_l16 on CUB-200 with the paper's settings and 1000 test images.
@@ -90,9 +89,10 @@ def finished(
         tests.append({"accuracy": accuracy, "loss": 1.0, "right": right})
         trial = {"lr": 1e-3, "seed": seed + k, "val": tests[-1], "cpu_seconds": 8.0, "seconds": 9.0}
         trial |= {"start_sha256": start or by, "start_cpu_seconds": before}
+        trial |= {"start_seed": start_seed}
         trials.append(trial)
     result: dict[str, Any] = {"tests": tests, "trials": trials, "metric": metric}
-    result |= {"origin": said | (origin or {})}
+    result |= {"origin": said | (origin or {}), "versions": versions}
     result |= {"start_cpu_seconds": before, "grid_seeds": 1, "tried": []}
     result |= {"rates": ALIGNED_RATES if by else RATES, "lr": 1e-3}
     result |= {"cpu_seconds": 8.0 * len(test), "seconds": 9.0}
@@ -145,15 +145,19 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs
     for align_run in ("0", "1"):  # two of them are not four
         again: Any = {"by": "mfac", "start": align_run, "seed": 5}
         finished(tmp_path / "again" / align_run, [70.0, 71.0], **again)
+    for k in "01":  # made twice, such as with and without micro-batches
+        again = {"by": "mfac", "start": k, "start_seed": 3, "seed": 5}
+        finished(tmp_path / "remade" / k, [70.0], **again)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
-    named = {"mixed": "rank", "both": "aligned_by, lr, start_sha256, starts_from", "twice": "seed"}
-    named |= {"changed": "data_sha256", "again": "start_sha256"}
-    messages = {name: f"its runs are no seeds of one arm, see .*{x}" for name, x in named.items()}
+    named = {"mixed": "LoRA of rank 4 and LoRA of rank 64", "both": "aligned with M-FAC and not"}
+    named |= {"twice": "a seed is there twice", "changed": "labelled images other and labelled"}
+    named |= {"again": "a start is there twice", "remade": "two align runs have the same seed"}
+    messages = {name: f"its runs are no seeds of one arm: .*{x}" for name, x in named.items()}
     messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")
     for name, message in messages.items():
-        with pytest.raises(UsageError, match=f"{name}: {message}"):
+        with pytest.raises(UsageError, match=f"{name}(/result.json)?: {message}"):
             read_arm(tmp_path / name)
     for run in (pretrained / "mae", runs / "aligned"):  # of other commands
         assert str(run) in refusal(f"evaluate {run}")
@@ -168,23 +172,75 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac")
     restart = finished(tmp_path / "restart", [70.0], origin={"stage": "finetune"})
     found = evaluate([first, unlike, aligned, restart]).arms
-    assert found[1].differs == {"amp": "False, there True", "weights_sha256": "c, there b"}
-    assert found[2].differs["aligned_by"] == "mfac, there None"
-    assert found[3].differs == {"starts_from": "finetune, there None"}
-    other = finished(tmp_path / "way", [70.0], by="cg", origin={"unlike_paper": {"T": 1}})
-    differs = {"aligned_by": "cg, there mfac", "align_unlike_paper": "{'T': 1}, there {}"}
-    assert evaluate([aligned, other]).arms[1].differs == differs
+    assert found[1].differs == {
+        "amp": ("float32 throughout", "bfloat16 on a GPU"),
+        "weights_sha256": ("weights of the backbone c", "weights of the backbone b"),
+    }
+    assert found[2].differs["origin"] == ("aligned with M-FAC", "not aligned")
+    restarted = ("restarted from an earlier fine-tuning", "not aligned")
+    assert found[3].differs == {"origin": restarted}
     config = json.loads((unlike / "config.json").read_text())
     del config["scale"]  # a setting that came after a run had its default there
     (unlike / "config.json").write_text(json.dumps(config))
     assert evaluate([first, unlike]).arms[1].differs == found[1].differs
 
 
+def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
+    """The images aligned on, the upper rate, versions, settings; not where images lie."""
+    on: Any = {"d_lr": 1e-3, "data_sha256": "a", "pool_sha256": "p", "dataset": "omniglot:Greek"}
+    one = finished(tmp_path / "one", [70.0], by="mfac", origin=on, versions=("bisslight 1",))
+
+    def told(name: str, versions: tuple[str, ...] = ("bisslight 1",), **origin: Any) -> str:
+        arm = finished(tmp_path / name, [70.0], by="mfac", origin=on | origin, versions=versions)
+        return str(evaluate([one, arm])).splitlines()[-1]
+
+    rate = told("rate", d_lr=0.1)
+    assert (
+        rate
+        == "rate: align with upper learning rate 0.1 (one: align with upper learning rate 0.001)"
+    )
+    data = told("data", data_sha256="b", dataset="omniglot:Latin")
+    assert (
+        "its start trained on omniglot:Latin (b) (one: its start trained on omniglot:Greek" in data
+    )
+    pull = told("pull", unlike_paper={"lam": 1.0, "pool": "/scratch"})
+    assert pull == "pull: align with λ 1.0 (one: align with λ as in the paper)"
+    assert "align with pool q (one: align with pool p)" in told("pool", pool_sha256="q")
+    moved = told("moved", dataset="folder:/scratch0/greek", unlike_paper={"pool": "/scratch0"})
+    assert moved.startswith("moved  ")  # the last row of the table
+    version = told("version", versions=("bisslight 2",))
+    assert version == "version: made by bisslight 2 (one: made by bisslight 1)"
+    both = told("both", versions=("bisslight 1", "bisslight 2"))
+    assert both == "both: by several versions: bisslight 1; bisslight 2"
+
+
+def test_every_setting_that_is_compared_has_words() -> None:
+    names = FinetuneConfig.model_fields.keys() - NOT_COMPARED - {"seeds"}
+    assert names <= WORDS.keys() | SWITCHES.keys()
+
+
+def test_results_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    """Each is told in one line, with the run's name and no address on the web."""
+    changes: dict[str, Any] = {
+        "none": {"tests": []},
+        "above": {"tests": [{"accuracy": 101, "loss": 1.0, "right": 1010}]},
+        "nan": {"tests": [{"accuracy": math.nan, "loss": 1.0, "right": 700}]},
+        "unsaid": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": None}]},
+        "other": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": 300}]},
+    }
+    for name, change in changes.items():
+        run = finished(tmp_path / name, [70.0])
+        content = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps(content | change))
+        said = refusal(f"evaluate {run}")
+        assert str(run) in said and "http" not in said
+
+
 def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
     """Its ends are where the accuracy is 1.96 deviations of a binomial away from the measured."""
     told = evaluate([finished(tmp_path / "a", [40.0, 60.0], images=35)]).arms[0].interval()
-    assert told is not None
-    for end in map(float, told.removesuffix(" %").split("-")):
+    assert told is not None and told[0] < 50 < told[1]
+    for end in told:
         deviation = 100 * math.sqrt(end / 100 * (1 - end / 100) / 35)
         assert abs(end - 50.0) / deviation == pytest.approx(1.96, abs=0.01)
     mean = finished(tmp_path / "map", [80.0], metric="11-point mAP")
@@ -205,58 +261,3 @@ def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path
     row = evaluate(voc).arms[1]
     assert row.counts == [8000, 8200]
     assert row.first_minus_this is not None and row.first_minus_this.difference == -0.5
-
-
-def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: Path) -> None:
-    official = "x/mae_pretrain_vit_large_full.pth"
-    cases: list[tuple[str | None, dict[str, Any], str | None]] = [
-        (None, {}, "84.4±0.4"),
-        ("mfac", {}, "85.6±0.3"),
-        (None, {"weights": official}, "84.4±0.4"),
-        (None, {"weights": "x/backbone.pth"}, None),
-        ("identity", {}, None),
-        (None, {"partial": True}, None),
-        (None, {"batch": 64}, None),
-        ("mfac", {"origin": {"pretext": "rotation"}}, None),
-        ("mfac", {"pretext": "ijepa", "backbone": "vit_h14"}, "86.8±0.2"),
-        (None, {"min_crop": 1.0}, None),
-        (None, {"amp": False}, "84.4±0.4"),
-        (None, {"origin": {"stage": "finetune"}}, None),  # a restart
-        ("mfac", {"origin": {"dataset": "dtd"}}, None),
-        ("mfac", {"origin": {"unlike_paper": {"lam": 1.0}}}, None),
-        (None, {"dataset": "folder:/cub200"}, None),
-    ]
-    for i, (by, changes, expected) in enumerate(cases):
-        found = evaluate([finished(tmp_path / f"{i}", [70.0], by, **changes)]).arms[0].paper
-        assert (found and found.split()[0]) == expected, (by, changes)
-
-
-def test_the_papers_tables_are_copied_right() -> None:
-    """Every number of the LaTeX source's tables, in order."""
-    text = shared("paper/bisslight.tex").read_text()
-
-    def table_of(label: str) -> str:
-        start = text.index(f"\\label{{{label}}}")
-        return text[start : text.index("\\end{tabular}", start)]
-
-    def pairs(label: str) -> list[tuple[float, float]]:
-        found = re.findall(r"(\d+\.\d)\}?\\scriptstyle\{\\pm (\d+\.\d)\}", table_of(label))
-        return [(float(a), float(b)) for a, b in found]
-
-    main, other = "tab:mae_bisslight_main_results", "tab:classificaiton_acc_bisslight_ijepa"
-    bissl = "tab:classificaiton_acc_bissl_orig"
-    floats: dict[str, list[tuple[float, float]]] = {main: [], other: [], bissl: []}
-    for label, row in tables.ACCURACIES.values():
-        for figure in row.split():
-            mean, deviation = figure.split("±")
-            floats[label].append((float(mean), float(deviation)))
-    assert {k: pairs(k) for k in (main, other)} == {k: floats[k] for k in (main, other)}
-    assert pairs(bissl) == floats[main][:12] + floats[bissl]  # the rows of ViT-B and its own
-    head = re.findall(r"& (\w+)", table_of(main).split("midrule")[0])
-    assert [name.lower() for name in head] == [*tables.COLUMNS]
-    body = table_of("tab:lora_param_count").split("midrule")[1]
-    millions = [float(x) for x in re.findall(r"\d+\.\d\d", body)]  # the ninth is the backbone's
-    for k, name in enumerate(("vit_b16", "vit_l16", "vit_h14")):
-        arch = BACKBONES[name]
-        ours = [4 * arch.depth * arch.dim * 2**i / 1e6 for i in range(8)]
-        assert millions[9 * k : 9 * k + 8] == pytest.approx(ours, abs=0.0051)

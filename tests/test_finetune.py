@@ -339,7 +339,8 @@ def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_hea
     all_before = direct.cpu_seconds + direct.start_cpu_seconds
     assert result.start_cpu_seconds == pytest.approx(all_before)
     differs = evaluate([first, again]).arms[1].differs
-    assert differs["starts_from"] == "finetune, there align"
+    restarted = ("restarted from an earlier fine-tuning", "aligned with M-FAC")
+    assert differs["origin"] == restarted
     for seed in (0, 1):  # 1: not that of the adapter it would start from, but of the other one
         with pytest.raises(UsageError, match=r"is of seed [01], which this run has, too"):
             tune(weights, tmp_path / "same", start=first, seed=seed, seeds=2, lr=(1e-2,))
