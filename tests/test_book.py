@@ -117,6 +117,13 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere(name: str) -> None:
             assert link.startswith("https://") or anchor in ids, link
 
 
+def test_who_shares_the_page_shares_a_picture_and_a_sentence() -> None:
+    meta = dict(re.findall(r'<meta (?:name|property)="([^"]+)" content="([^"]+)"', PAGE))
+    assert meta["description"] == meta["og:description"] and len(meta["description"]) < 200
+    image = meta["og:image"].partition("?")[0].removeprefix(MAKER.FILES)
+    assert (ROOT / image).read_bytes()[16:24] == (1200).to_bytes(4) + (630).to_bytes(4)
+
+
 def test_its_script_is_short() -> None:
     (script,) = re.findall(r"(?s)<script>(.*?)</script>", PAGE)
     assert len(script.encode()) <= 6000
@@ -127,6 +134,28 @@ def test_published_alone_the_page_names_public_files() -> None:
     action = (ROOT / ".github/workflows/pages.yml").read_text()
     assert f"s#{MAKER.FILES.replace('.', chr(92) + '.')}#$FILES#g" in action
     assert "../" not in PAGE.replace(MAKER.FILES, "https://example.org/")
+
+
+def test_the_plots_have_the_figures_of_the_page() -> None:
+    """Those of Gauss-Newton's matrix are what_q_is.md's; the accuracies are the table's."""
+    study = (ROOT / "experiments/what_q_is.md").read_text()
+    assert "the curvature along g is 2.8 to 4.7 λ by N" in study
+    assert r"a curvature of 2.8 to $4.7 \lambda$" in TEXT
+    assert "κ 2.8 to 4.7 λ" in (DOCS / "factors.svg").read_text()
+
+
+@pytest.mark.slow
+def test_six_descents_end_where_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means of the last ten steps in notebook 1: M-FAC draws other gradients in each step."""
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    lines = runpy.run_path(str(ROOT / "examples/1_hypergradient.py"))["axes"].lines
+    torch.set_default_dtype(torch.float32)  # the notebook takes float64
+    ends = {line.get_label(): sum(line.get_ydata()[-10:]) / 10 for line in lines}
+    assert ends["exact (Eq. 5)"] < 1e-8 and ends["CG, 50 steps, no damping"] < 1e-8
+    assert round(ends["M-FAC, closed form"], 2) == round(ends["M-FAC, recursion"], 2) == 0.15
+    assert round(ends["CG as in BiSSL"], 1) == 2.5 and round(ends["identity"]) == 10
+    for end in ("ends 0.15 above", "end 2.5 above", "ends 10 above"):
+        assert end in TEXT
 
 
 # --- the mathematics --------------------------------------------------------------------------
