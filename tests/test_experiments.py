@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import typer
-from golden import make_data
 from quilts import quilts
 from scipy.stats import spearmanr
 from scipy.stats import t as student
@@ -34,7 +33,6 @@ from experiments import (
     cost,
     exact,
     lora_rank,
-    photographs,
     recipe,
     similarity,
     time_and_memory,
@@ -44,6 +42,7 @@ from support.adapters import find_adapters, load_adapter
 from support.checkpoints import build_vit
 from support.errors import RunError, UsageError
 
+PAGES = Path(recipe.__file__).parent
 TOY = ALIGN_SETTINGS | {"epochs": 1, "warmup_epochs": 0, "batch": 40, "seeds": 2}
 TOY["lr"] = "1e-2,3e-2"
 
@@ -383,29 +382,12 @@ def test_exact_compares_with_the_dense_inverse(tmp_path: Path) -> None:
     assert (tmp_path / "exact.png").stat().st_size > 0
 
 
-@pytest.mark.slow
-def test_photographs_compares_aligned_with_peft_and_with_as_long_a_peft(
-    monkeypatch: Any, tmp_path: Path
-) -> None:
-    """On drawn images in the layout of the photographs."""
-    make_data(tmp_path / "data")
-    shutil.copytree(tmp_path / "data/pool", tmp_path / "data/tiny-imagenet/train")
-    few = {"epochs": 2, "warmup_epochs": 0}
-    monkeypatch.setattr(photographs, "PRETRAIN", photographs.PRETRAIN | few | {"batch": 20})
-    monkeypatch.setattr(photographs, "ALIGN", photographs.ALIGN | ALIGN_SETTINGS)
-    monkeypatch.setattr(photographs, "PEFT", photographs.PEFT | few | {"eval_epochs": 2})
-    told = call(photographs, f"{tmp_path}/data --name voc07 --seeds 2 --out {tmp_path}/out")
-    arms = [line.split(" | ")[0] for line in told.splitlines()[2:]]
-    assert arms == ["| aligned", "| peft", "| longer"]
-    assert read(tmp_path / "out/voc07/longer-s1/config.json")["epochs"] >= 2
-
-
 def test_the_tables_of_the_photographs_follow_from_what_each_seed_got_right() -> None:
     """Means, deviations, p; pooled the difference and its interval. VOC07 may end in 1 more."""
-    page = Path(photographs.__file__).with_suffix(".md").read_text()
+    page = (PAGES / "photographs.md").read_text()
     images = {"flowers": 612, "cub200": 713, "voc07": 10000}  # hundredths of a point of mAP
     counts: dict[tuple[str, str], list[int]] = {}
-    with Path(photographs.__file__).with_suffix(".csv").open() as file:
+    with (PAGES / "photographs.csv").open() as file:
         for row in csv.DictReader(file):
             name, arm, *seeds = row.values()
             counts[name, arm] = [int(count) for count in seeds]
