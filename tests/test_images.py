@@ -2,10 +2,13 @@
 
 import io
 import logging
+import multiprocessing
+import os
 import struct
 import subprocess
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +190,71 @@ def test_a_reason_has_no_path_of_where_a_decoder_was_built(tmp_path: Path) -> No
 def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
     tmp_path: Path, decoder: str, caplog: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when threads read it. What others print meanwhile is printed."""
+    """Also when threads read it. What others print meanwhile is printed. Training hears nothing."""
     path = tmp_path / "odd.jpg"
     path.write_bytes(spoilt_jpeg())
     if decoder == "pillow":
         Image.new("RGB", (20, 20)).save(path)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)  # it warns, and reads 400
     images = Images(Split([path, path], torch.zeros(2)), Transform(8, (0.5,) * 3, (0.5,) * 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        pixels = read(path)
     with caplog.at_level(logging.WARNING):
         data.check_readable([path, path])
-        list(data.batches(images, [[(0, 0), (1, 1)]] * 2, 0, torch.device("cpu")))
+        capfd.readouterr()
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            patch.setattr(data, "overheard", None)
+            list(data.batches(images, [[(0, 0), (1, 1)]] * 2, 0, torch.device("cpu")))
+            data.decode_once(images.split, images.t, range(2))
+            assert (read(path) == pixels).all()
     (said,) = caplog.messages
     assert said.startswith(f"{path}: ") and ("400 pixels" in said or "extraneous bytes" in said)
+    assert capfd.readouterr().err == ""  # nor does libjpeg print its own line
     with data.overheard() as words:
         subprocess.run(["sh", "-c", "echo another >&2"], check=True)
     assert words == [] and capfd.readouterr().err == "another\n"
+
+
+def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> None:
+    """Standard error leads to where it did."""
+    files = [tmp_path / f"{k}.jpg" for k in range(6)]
+    for file in files:
+        file.write_bytes(spoilt_jpeg())
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(data.check_readable, [files] * 8))
+    capfd.readouterr()
+    os.write(2, b"still here\n")
+    assert capfd.readouterr().err == "still here\n"
+
+
+def test_crops_in_several_threads_are_those_of_one_and_leave_torchs_generator_as_it_was() -> None:
+    picture = torch.rand(3, 40, 30, generator=torch.Generator().manual_seed(0))
+    image = (255 * picture).byte()
+    transform = Transform(8, (0.5,) * 3, (0.5,) * 3)
+    one = [data.cut_random(image, transform, seed) for seed in range(200)]
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as threads:
+        several = list(
+            threads.map(lambda seed: data.cut_random(image, transform, seed), range(200))
+        )
+    assert all(map(torch.equal, one, several))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_worker_crops_although_a_thread_of_its_parent_was_drawing_as_it_began() -> None:
+    """Otherwise it would wait for ever."""
+    split = Split(torch.rand(2, 3, 16, 16), torch.zeros(2))
+    images = Images(split, Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop"), train=True)
+    with data.DRAWING:
+        child = multiprocessing.get_context("fork").Process(target=crop_in_worker, args=(images,))
+        child.start()
+        child.join(60)
+    assert child.exitcode == 0
+
+
+def crop_in_worker(images: Images) -> None:
+    """What a worker of DataLoader does."""
+    data.prepare_worker(0)
+    images[0, 0]
