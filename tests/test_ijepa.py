@@ -1,5 +1,6 @@
 """I-JEPA against recorded runs of the official program, from tokens to trajectory and sampler."""
 
+import dataclasses
 import json
 import math
 from functools import partial
@@ -14,11 +15,11 @@ from torch import Tensor
 
 import ijepa
 from bisslight import Passes
-from config import BACKBONES, Arch
+from config import BACKBONES, AlignConfig, Arch
 from data import rng
 from ijepa import IJEPA, Batch, Masks, block_size, multiblock
 from lora import Backbone, init_theta
-from support.checkpoints import build_head, build_vit
+from support.checkpoints import build_head, build_pretext_task, build_vit
 from support.optim import Optimiser, Schedule, decay_groups
 
 TINY = Arch(32, 3, 4, 64, 8, class_token=False, predictor_dim=16, predictor_depth=2)
@@ -259,6 +260,43 @@ def test_constraints_are_given_up_one_by_one_when_targets_cover_too_much() -> No
     assert context.shape == (6, 1, 24)
     assert (int(context.sum()), int(targets.sum())) == (3663, 16175)
     assert int(torch.randint(1000, (1,), generator=generator)) == 616  # as many draws as there
+
+
+def test_a_context_has_more_than_min_keep_patches() -> None:
+    """The context block is always 7 x 7, the target 4 x 4 of them, so 33 are left.
+
+    With min_keep 33 they are too few: after 20 attempts the target is given up.
+    """
+    for min_keep, seen in ((32, 33), (33, 49)):
+        masks = Masks(targets=1, target_scale=(0.25, 0.25), aspect=(1, 1), min_keep=min_keep)
+        context, targets = multiblock(masks, 8, 3, rng(0))
+        assert (context.shape, targets.shape) == ((3, 1, seen), (3, 1, 16))
+
+
+def test_a_target_has_more_than_min_keep_patches() -> None:
+    smallest = Masks(target_scale=(0.25, 0.25), aspect=(1, 1), min_keep=15)  # 4 x 4
+    ijepa.check_masks(smallest, 8)
+    with pytest.raises(ValueError, match="can have 16 of them, and more than min_keep 16"):
+        ijepa.check_masks(dataclasses.replace(smallest, min_keep=16), 8)
+
+
+def test_settings_of_the_masks_reach_the_sampler() -> None:
+    """By hand on 8 x 8: 28 patches, 7 high and 4 wide, which the defaults never give.
+
+    Of the context's 7 x 7, 21 are left: as many as min_keep, so the target is given up.
+    """
+    cfg = AlignConfig(
+        backbone="vit_mini", dataset="own", pretext="ijepa", pool="own",
+        targets=1, target_scale=(0.45, 0.45), aspect=(1.75, 1.75), min_keep=21,
+    )  # fmt: skip
+    head = build_head(TINY, "ijepa")
+    theta = init_theta(3, 2, 32, rng(0, "x"))
+    t = build_pretext_task(cfg, Backbone(build_vit(TINY)), head, 4, theta)
+    context, targets = t.draw(5, rng(0))
+    assert (context.shape, targets.shape) == ((5, 1, 49), (5, 1, 28))
+    rows, columns = targets // 8, targets % 8
+    assert (rows.amax(-1) - rows.amin(-1) == 6).all()
+    assert (columns.amax(-1) - columns.amin(-1) == 3).all()
 
 
 def test_settings_that_could_never_be_met_are_refused() -> None:
