@@ -3,16 +3,22 @@
 import hashlib
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 from config import Record
-from support.errors import RunError, as_read_error
+from support.errors import RunError, UsageError, as_read_error
 from support.processes import world
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
     """Read a JSON object. Raises UsageError, with this remedy, where it is missing or damaged."""
+    if not path.exists():
+        raise UsageError(f"there is no {path}; {remedy}")
     with as_read_error(str(path), remedy):
         return dict(json.loads(path.read_text()))
 
@@ -39,6 +45,24 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             temporary.unlink()
         remedy = "make room or allow it, then give the same command again"
         raise RunError(f"{path}: cannot be written ({error.strerror}); {remedy}") from error
+
+
+def check_locks(lock: Path) -> None:
+    """Refuse (UsageError) a file system that has no locks which end with their process.
+
+    filelock would take a file for a lock there. A kill leaves that file, and from another machine
+    nobody can tell that its owner is dead, so the next one would wait for ever.
+    """
+    if sys.platform == "win32":  # it has no flock, and its locks end with a process
+        return
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_UN)  # takes nothing away: this process has no lock there
+        except OSError as error:
+            raise UsageError(
+                f"{lock}: its file system has no flock ({error.strerror}), so a run that is "
+                "killed would stay locked; take a folder on another disk, such as a local one"
+            ) from error
 
 
 def sha256(path: Path) -> str:

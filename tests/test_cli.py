@@ -1,5 +1,6 @@
 """The commands as a person runs them: help, progress, dry runs, wrong inputs, exit codes."""
 
+import gc
 import json
 import os
 import re
@@ -107,6 +108,42 @@ def test_help_wrong_names_and_evaluate_do_without_torch(runs: Path) -> None:
         assert ended.returncode == expected, (line, ended.stderr)
     assert done("--version").strip() == version("bisslight")
     assert "--base-lr" in outside("pretrain --help").stdout
+
+
+@pytest.mark.parametrize("flag", ["--force", "--no-amp", "--grid"])
+def test_a_flag_that_is_like_no_other_gets_no_suggestion(flag: str) -> None:
+    assert refusal(f"align {flag}") == f"error: {flag}: there is no such flag"
+
+
+def test_the_help_says_what_stands_in_brackets_and_has_the_dry_run_among_everyday_flags() -> None:
+    everyday, _, further = outside("align --help").stdout.partition("Further")
+    assert "[default; where it is from]" in everyday and "--dry-run" in everyday
+    assert "--dry-run" not in further
+
+
+def test_another_package_named_as_one_of_our_modules_is_not_in_the_way(
+    runs: Path, tmp_path: Path
+) -> None:
+    """As Hugging Face's `evaluate` is, and a folder of PYTHONPATH may be."""
+    for name in ("evaluate", "data", "align", "config", "lora", "support", "extras"):
+        (tmp_path / "site" / name).mkdir(parents=True)
+        (tmp_path / "site" / name / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path / "site"), PROGRAM_PATH])
+    start = f"import sys; sys.path.append({str(cli.__file__).removesuffix('cli.py')!r}); import cli"
+    call = [
+        sys.executable,
+        "-P",
+        "-c",
+        f"{start}; sys.exit(cli.run(['evaluate', {f'{runs}/with'!r}]))",
+    ]
+    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    ended = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "with" in ended.stdout) == (0, True), ended.stderr
+
+
+def test_the_collector_is_on_again_when_a_command_runs(runs: Path) -> None:
+    done(f"evaluate {runs}/with")
+    assert gc.isenabled()
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -239,9 +276,17 @@ WRONG = [  # command line, exit code, what the one line names
     ("finetune --backbone vit_mini --dataset quilts --weights aligned", 2, "pretrain run"),
     ("aling", 2, "align"),
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
+    (f"{ALIGN} --alternations ten", 2, "--alternations: give a whole number"),
+    (f"{ALIGN} --out ~nosuchuser/r", 2, "there is no user nosuchuser"),
+    ("demo --out ~nosuchuser/r", 2, "there is no user nosuchuser"),
+    ("demo --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
     (f"{ALIGN} --hypergrad exact", 2, "5000"),
-    (f"{ALIGN} --config typo.toml", 2, "--alternation: "),
+    (
+        f"{ALIGN} --config typo.toml",
+        2,
+        "typo.toml: alternation: there is no such setting; did you mean alternations",
+    ),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
     (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
     (f"{FIRST} --pool quilts --dataset ./pics --split-file mine.html", 2, "--split-file"),

@@ -1,6 +1,7 @@
 """Settings: recorded defaults, what follows from what, what wins, and what is refused."""
 
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from config import (
     PretrainConfig,
     Record,
 )
+from support.errors import UsageError
 
 KINDS: dict[str, type[Command]] = {
     "align": AlignConfig,
@@ -126,7 +128,7 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
     assert FinetuneConfig.from_align(file).rank == 3  # of the run that the file lies in
     (run / "config.json").unlink()
     assert FinetuneConfig.from_align(file, **B16).rank == 64
-    assert "/none" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
+    assert "/none: there is no" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
 
 
 def test_what_differs_from_the_paper_is_judged_by_backbone_and_pretext_task() -> None:
@@ -163,8 +165,47 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     assert cli.collect(AlignConfig, dict(B16), options).rank == 3
     for name in ("alternation", "epochs"):  # of no command, of another one
         file.write_text(json.dumps({name: 7}))
-        with pytest.raises(ValidationError, match=name):
+        with pytest.raises(UsageError, match=f"{file}: {name}: there is no such setting"):
             cli.collect(AlignConfig, dict(B16), options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("list.json", "[1]", "no settings by name"),
+        ("text.json", '"x"', "no settings by name"),
+        ("deep.json", "[" * 100_000, "nested too deeply"),
+        ("nothere.toml", None, "there is no such file"),
+        ("true.toml", "lam = true", "lam: true is no number"),
+        ("typo.toml", "alternation = 3", "alternation: .*did you mean alternations"),
+    ],
+)
+def test_a_wrong_settings_file_is_named_and_not_a_flag(
+    name: str, text: str | None, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=f"--config {file}: .*{said}"):
+        cli.collect(AlignConfig, dict(B16), cli.Options(config=file))
+
+
+def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
+    """It would be waited for."""
+    os.mkfifo(tmp_path / "c.toml")
+    with pytest.raises(UsageError, match="is no file"):
+        cli.collect(AlignConfig, dict(B16), cli.Options(config=tmp_path / "c.toml"))
+
+
+def test_a_single_rate_may_be_a_whole_number() -> None:
+    assert FinetuneConfig(**B16, lr=1).lr == (1.0,)
+
+
+def test_fine_tuning_does_not_start_from_a_pretrain_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"command": "pretrain", "backbone": "vit_mini"}')
+    said = "is a pretrain run, .*give it as --weights"
+    with pytest.raises(UsageError, match=said):
+        cli.collect(FinetuneConfig, {"start": tmp_path}, cli.Options())
 
 
 def test_the_default_directory_says_what_a_run_starts_from() -> None:
@@ -192,10 +233,14 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
 @pytest.mark.parametrize(
     ("kind", "wrong", "named"),
     [
-        (AlignConfig, {"lam": -1}, "--lam: .*greater than 0"),
+        (AlignConfig, {"lam": -1}, "--lam: -1.* more than 0"),
         (AlignConfig, {"aspect": (0, 1)}, "^aspect: "),
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad: .*mfac"),
-        (AlignConfig, {"backbone": "vit_b"}, "--backbone: .*b16"),
+        (AlignConfig, {"backbone": "vit_mni"}, "--backbone: vit_mni .*did you mean vit_mini"),
+        (AlignConfig, {"backbone": "vit_x_patch16"}, "is it timm:vit_x_patch16"),
+        (FinetuneConfig, {"weight_decay": True}, "--weight-decay|weight_decay: true is no number"),
+        (FinetuneConfig, {"lr": [True]}, "--lr: true is no number"),
+        (FinetuneConfig, {"epochs": 3.0}, "--epochs: 3.0 is no whole number"),
         (AlignConfig, {"backbone": "timm:a", "pretext": "ijepa"}, "ijepa.*timm:a has no head"),
         (AlignConfig, {"backbone": "timm:a", "decoder": "checkpoint"}, "decoder checkpoint"),
         (AlignConfig, {"backbone": "timm:"}, "--backbone: "),

@@ -600,7 +600,7 @@ def test_good_tasks_are_taken_and_their_names_are_looked_at() -> None:
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    for processes, workers in (("1", 6), ("2", 3), ("10000", 1)):
+    for processes, workers in (("1", 6), ("2", 3), ("10000", 1), ("0", 6), ("", 6)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert data.count_workers() == workers
 

@@ -17,7 +17,9 @@ from filelock import FileLock
 from toy import align_line, done, finetune_line, read_records, torchrun
 
 import cli
-from support.processes import make_ready
+from support.errors import UsageError
+from support.processes import TORCHRUN, count_processes, make_ready
+from support.screen import is_first_process
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
@@ -46,6 +48,29 @@ def test_a_second_ctrl_c_ends_at_once_and_a_repeated_request_is_the_same(
     assert "stopping once this" in said.read_text()
     process.kill()
     assert finish(process) == (-signal.SIGKILL if repeated else -signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "environ", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "abc"}, {"WORLD_SIZE": "2", "RANK": "1"}]
+)
+def test_a_part_of_torchruns_variables_is_refused(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"WORLD_SIZE={environ['WORLD_SIZE']} .*unset WORLD_SIZE"):
+        count_processes()
+
+
+@pytest.mark.parametrize("environ", [{}, {"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}])
+def test_a_process_that_is_alone_is_the_first_whatever_is_left_of_a_rank(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert count_processes() == 1 and is_first_process()
 
 
 def together(line: str) -> list[ForkProcess]:

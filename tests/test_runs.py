@@ -1,5 +1,6 @@
 """Run directories against mistakes, and runs that go on to the same bits after stops and kills."""
 
+import errno
 import itertools
 import json
 import os
@@ -50,7 +51,7 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
     """Also where a file is called as one of a run is."""
     (tmp_path / "file").write_text("precious")
     begin(tmp_path / "run")
-    named = {"file": "not writable.*exists", "run": "another run: command align -> finetune"}
+    named = {"file": "made or locked.*exists", "run": "another run: command align -> finetune"}
     for name in ("thesis.tex", "result.json", "lr1e-3-s0/checkpoint.pt", ".mine.1.tmp"):
         place = f"with {name.replace('/', ' ')}"
         named[place] = f"holds {name.split('/')[0]}"
@@ -457,3 +458,27 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Pa
     done(f"{line} --micro-batch 3 --workers 1 --save-minutes 1 --weights moved.pth")
     recorded = json.loads(Path("a/config.json").read_text())
     assert recorded["weights"].endswith("moved.pth") and recorded["micro_batch"] == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock that is a file would stay after a kill, and be waited for for ever."""
+
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UsageError, match=r"has no flock \("), runs.locked(tmp_path, wait=True):
+        pass
+
+
+def test_a_directory_that_is_no_utf8_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"\\xff: its name is no UTF-8"):
+        runs.check_name(tmp_path / os.fsdecode(b"\xff"))
+
+
+def test_a_folder_that_a_desktop_has_looked_at_is_empty(tmp_path: Path) -> None:
+    (tmp_path / ".DS_Store").touch()
+    runs.check_holds_only(tmp_path, set())
