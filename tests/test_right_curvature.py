@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 from scipy import stats
 from torch import Tensor
 
@@ -123,6 +124,20 @@ def test_every_run_is_done_once_also_after_a_stop(
         unit.arm for unit in units
     ]
     assert [*plan.read_runs(path)] == units
+
+
+def test_a_run_that_another_process_is_at_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for, since the study needs every run of the choice; then it is done here."""
+    monkeypatch.setattr(plan, "run_unit", lambda unit, *_: made_up(unit, {}, _[-1]))
+    units = [plan.Unit(arm, "Tagalog", 0, 0) for arm in ("direct", "0")]
+    other = FileLock(tmp_path / "direct-Tagalog-0-0.lock", thread_local=False)
+    other.acquire()
+    monkeypatch.setattr(plan.time, "sleep", lambda seconds: other.release())  # it was killed
+    rates: Any = {arm: {} for arm in plan.ARMS}
+    plan.run_all(units, rates, tmp_path, tmp_path / "runs.jsonl")
+    assert [*plan.read_runs(tmp_path / "runs.jsonl")] == units[::-1]
 
 
 def test_a_round_is_not_continued_with_another_backbone(tmp_path: Path) -> None:
