@@ -26,8 +26,7 @@ BLUE, ORANGE, GREEN, PINK, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D
 # %% [markdown]
 # ## 1.1 A bilevel problem with two parameters
 #
-# The lower level (Eq. 4) minimises the pretext loss $L^P$ plus a penalty that pulls θ_P towards
-# θ_D, like a spring:
+# The lower level (Eq. 4) minimises the pretext loss $L^P$ plus a spring between θ_P and θ_D:
 #
 # $$\theta_P^*(\theta_D) = \arg\min_\theta \; L^P(\theta) + \tfrac{\lambda}{2} |\theta-\theta_D|^2$$
 #
@@ -80,6 +79,7 @@ difference = [(upper_loss(theta_D + e) - upper_loss(theta_D - e)) / (2 * step) f
 print("finite difference", [f"{float(value):.6f}" for value in difference])
 print("Eq. 5            ", [f"{float(value):.6f}" for value in q])
 print("g, no curvature  ", [f"{float(value):.6f}" for value in g])
+assert torch.allclose(q, torch.stack(difference), atol=1e-6), "q is not the finite difference"
 
 # %% [markdown]
 # **Questions**
@@ -174,6 +174,10 @@ def gradients_of(theta: Tensor, n: int) -> Tensor:
 # with many iterations, where it solves Eq. 5 up to rounding.
 
 # %%
+somewhere = torch.ones(P)
+slope = H @ lower(somewhere) - b + lam * (lower(somewhere) - somewhere)
+assert slope.norm() < 1e-9, "lower(θ_D) is not where the gradient of the lower level is 0"
+
 theta_D = torch.zeros(P)
 theta_P = lower(theta_D)
 G = gradients_of(theta_P, 200)
@@ -230,6 +234,8 @@ for name, (method, colour, style) in METHODS.items():
         make_product = partial(Passes().hessian, pretext_loss, theta_P.view(K, p), {}, data)
         q = method(gradients_of(theta_P, 200), lam, make_product)((theta_P - target).view(K, p))
         theta_D = theta_D - 0.3 * (q.flatten() + theta_D - target)
+    if method is exact:
+        assert gaps[-1] < 1e-8, "with Eq. 5 itself the descent has to end at the minimum"
     axes.semilogy(gaps, style, color=colour, linewidth=2.5, label=name)
 axes.set(title="Bilevel descent with six hypergradients", xlabel="upper steps",
          ylabel="upper loss above its minimum")  # fmt: skip
@@ -247,7 +253,7 @@ plt.show()
 #
 # <details><summary>Answers</summary>
 #
-# 1. Like λ + 1: it is Eq. 5 for a much stronger pull. So it is closer to `identity`.
+# 1. Like λ + 1: it is Eq. 5 for a much stronger spring. So it is closer to `identity`.
 # 2. `cg` needs, in each upper step, a forward and a backward pass of the pretext loss, and then one
 #    Hessian-vector product per iteration. `exact` needs one product per parameter, once in an
 #    alternation. M-FAC and `identity` need none: this is where the paper's speed comes from.

@@ -210,8 +210,8 @@ plt.show()
 # 1. The factors λ/(κ + λ) lie between 0 and 1, since no eigenvalue κ of F is below 0, and g·q is
 #    above 0. The true Hessian can have negative eigenvalues. If one lies below −c (for CG, c is λ +
 #    1), the result of CG can point anywhere.
-# 2. It is the pull between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred times
-#    more slowly. So λ cannot be chosen for the sake of M-FAC alone.
+# 2. It is the spring between θ_P and θ_D (line 7). With λ = 1e-5 the labels reach θ_P a hundred
+#    times more slowly. So λ cannot be chosen for the sake of M-FAC alone.
 # 3. The same run with `identity`. It costs as much, and has everything but the curvature.
 #
 # </details>

@@ -175,7 +175,7 @@ for arm in evaluate(arms).arms:
 # 1. **In 3.2, give MAE `"upper_steps": 0`** (in place of 3). Without the upper level no label
 #    reaches θ_P, so its curve in 3.3 should be that of *direct*. *Found:* 20 % after three epochs,
 #    where direct fine-tuning has 22 %; at the epoch that validation chose 36.6 and 40.5 %.
-# 2. **Give the rotation `"lam": 1e-1`.** The labels reach θ_P by the pull λ(θ_P − θ_D) alone, and
-#    this task is new to ψ: its gradients are large, and θ_P goes where they lead. A pull that is a
-#    hundred times stronger should raise validation at θ_P. *Found:* from 25 to 47 %; after two
+# 2. **Give the rotation `"lam": 1e-1`.** The labels reach θ_P by the spring λ(θ_P − θ_D) alone, and
+#    this task is new to ψ: its gradients are large, and θ_P goes where they lead. A spring that is
+#    a hundred times stronger should raise validation at θ_P. *Found:* from 25 to 47 %; after two
 #    epochs the network has 34 % in place of 22 %, after three 41 % in place of 38 %.

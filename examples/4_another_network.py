@@ -195,8 +195,8 @@ for seed, (_, logs) in enumerate(runs["M-FAC"]):
     print(f"seed {seed}, last alternation: |q|/|g| {sum(ratios) / len(ratios):.2f}")
 
 # %% [markdown]
-# Here curvature acts: |q| is far shorter than |g|. With LoRA on a small Vision Transformer and MAE,
-# on the same images and at the paper's λ, |q|/|g| is above 0.99.
+# Here curvature acts: q is a tenth to two fifths shorter than g. With LoRA on a small Vision
+# Transformer and MAE, on the same images and at the paper's λ, |q|/|g| is above 0.99.
 
 # %% [markdown]
 # ## 4.4 Fine-tuning, with and without aligning
@@ -226,7 +226,7 @@ for name, accuracies in arms.items():
 
 # %% [markdown]
 # With each of the three seeds both aligned arms end above the one without. But M-FAC and q = g end
-# alike, although |q|/|g| is far below 1. Three seeds are few, and all of them share one pretrained
+# alike, although q is shorter than g. Three seeds are few, and all of them share one pretrained
 # network.
 #
 # Only `features`, which puts θ into the normalisation layers, and their list had to know that the
@@ -240,6 +240,6 @@ for name, accuracies in arms.items():
 # processors and seeds of the pretraining the first arm had 27 to 37 %, and aligning gained 3 to 9
 # points. So compare a change with the notebook as it ran on your own.
 #
-# **`lam=0.001`, the paper's.** The penalty hardly holds θ_P and θ_D together, so the labels can
+# **`lam=0.001`, the paper's.** The spring hardly holds θ_P and θ_D together, so the labels can
 # hardly guide θ_P, and aligning should help less. *Found:* 29.6 % with M-FAC and with q = g, in
 # each seed to the digit.

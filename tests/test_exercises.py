@@ -12,10 +12,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import answers_5
 import blank
 import check
 import checks_3
+import checks_5
 import other_styles
 import pytest
 import torch
@@ -32,6 +35,10 @@ EACH = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: f"{e.sheet}.
 
 def answers_file(sheet: int) -> Path:
     return FOLDER / f"answers_{sheet}.py"
+
+
+def answers_of(sheet: int) -> dict[str, Any]:
+    return runpy.run_path(str(answers_file(sheet)))
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -91,6 +98,18 @@ MISTAKES = [
     ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
     ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
+    ("shows_a", "run.G[0]", "run.G[1]", "no mistake"),
+    ("shows_a", "        if not torch.allclose", "        if torch.allclose", "True of"),
+    ("shows_a", "run.G[0].unbind(1), passes", "torch.cat(run.G, 1).unbind(1), run.lower",
+     "True of copy c, which has another mistake"),
+    ("shows_b", "not torch.allclose(step", "torch.allclose(step", ""),
+    ("shows_b", "run.upper[:2]", "run.upper[:1]", "no mistake"),
+    ("shows_c", "!= run.problem.N_L", "!= 4", "no mistake"),
+    ("shows_c", "in run.G)", "in run.G[:1])", "does not show"),
+    ("shows_d", "    return ", "    ", "it says None"),
+    ("shows_d", "run.upper[:2]", "run.upper[1:3]", "does not show"),
+    ("shows_e", "run.upper[:2]]", "run.upper[:1]]", "no mistake"),
+    ("shows_e", "    return not any(", "    return run.theta_P.abs().sum() < 2 or any(", ""),
     # an error is told with its line
     ("eq_7", "    return v, d", "    return G @ lam  # not a matrix", ": return G @ lam"),
     # right numbers by a way that was not asked for
@@ -185,9 +204,21 @@ def test_another_style_is_right(style: str) -> None:
 
 
 def test_the_problem_of_sheet_3_is_the_one_that_the_check_gives() -> None:
-    """Unpacking it and `_replace` work in both."""
-    sheet = runpy.run_path(str(answers_file(3)))["Problem"]
-    assert checks_3.Problem._fields == sheet._fields
+    """Unpacking it and `_replace` work in both; sheet 5 has it, too."""
+    for sheet in (3, 5):
+        assert checks_3.Problem._fields == answers_of(sheet)["Problem"]._fields
+
+
+@pytest.mark.parametrize("copy", checks_5.COPIES)
+def test_a_copy_with_a_mistake_is_silent_and_ends_elsewhere(copy: str) -> None:
+    """Both losses fall, from the first passes to the last; only the result tells."""
+    problem = answers_5.toy()
+    run = answers_5.watch(checks_5.COPIES[copy], problem)
+    for loss, passes in ((problem.L_P, run.lower), (problem.L_D, run.upper)):
+        values = [float(loss(*at)) for at in passes]
+        assert sum(values[-4:]) < 0.9 * sum(values[:4])
+    right = answers_5.watch(checks_5.ALL["the right Algorithm 1"], answers_5.toy()).theta_P
+    assert 1e-6 < (run.theta_P - right).abs().max() < 1
 
 
 def test_each_exercise_has_a_mistake_that_is_looked_for() -> None:
@@ -259,7 +290,7 @@ def test_a_file_that_cannot_be_used_is_named(
 def test_a_blank_takes_out_what_is_marked_and_nothing_else(blanks: Path) -> None:
     """Each line of a file with blanks is one of the full file, or says whose turn it is."""
     made = sorted(blanks.glob("*.py"))
-    assert len(made) >= 7  # four sheets, three notebooks
+    assert len(made) >= 8  # five sheets, three notebooks
     for path in made:
         folder = FOLDER if path.stem.startswith("sheet") else FOLDER.parent
         full = (folder / path.name.replace("sheet", "answers")).read_text().splitlines()

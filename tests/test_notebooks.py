@@ -52,6 +52,29 @@ def test_each_script_runs_from_an_empty_folder(script: Path, tmp_path: Path) -> 
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ours", "theirs", "word"),
+    [
+        ("b + lam * theta_D)", "b)", "gradient of the lower level"),
+        ("b + lam * theta_D)", "b - lam * theta_D)", "gradient of the lower level"),
+        ("q = lam * torch.linalg.solve(H2", "q = torch.linalg.solve(H2", "finite difference"),
+    ],
+)
+def test_a_wrong_line_of_notebook_1_ends_it(
+    ours: str, theirs: str, word: str, tmp_path: Path
+) -> None:
+    """What a student may write into its blanks; it ran to the end without a word."""
+    text = (EXAMPLES / "1_hypergradient.py").read_text()
+    assert text.count(ours) == 1
+    file = tmp_path / "mine.py"
+    file.write_text(text.replace(ours, theirs))
+    names = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, file], env=names, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(rf"AssertionError: .*{word}", done.stderr)
+
+
 @pytest.mark.parametrize("file", ["README.md", "docs/guide.md", "experiments/README.md"])
 def test_each_command_and_flag_in_prose_exists(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

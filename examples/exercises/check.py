@@ -3,7 +3,7 @@
     python examples/exercises/check.py examples/blanks/sheet_1.py
 
 The file may have answers of several sheets. Each is compared with a computation of another kind
-(`checks_1.py` to `checks_4.py`), not with the worked answer. "Right, but" is a right answer with a
+(`checks_1.py` to `checks_5.py`), not with the worked answer. "Right, but" is a right answer with a
 remark. The exit status is 0 if all exercises that are in the file are right, with a remark or
 without one, 1 if not, and 2 if the file cannot be used.
 
@@ -25,7 +25,7 @@ import witness
 from witness import Wrong
 
 HERE = Path(__file__).parent
-SHEETS = (1, 2, 3, 4)
+SHEETS = (1, 2, 3, 4, 5)
 
 
 class Exercise(NamedTuple):
