@@ -9,8 +9,8 @@ from torch import Tensor
 
 from config import FinetuneConfig
 from data import Images, batches, rng
-from extras.export import open_adapter
 from lora import Backbone, Phi
+from support.adapters import open_adapter
 from support.errors import UsageError
 from support.experiment import Experiment, open_experiment
 

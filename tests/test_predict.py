@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, align_line, done, refusal, save_by_class
 
+import data
 from data import Task, folder
 from extras.predict import predict
 from support.adapters import find_adapters, load_adapter
@@ -123,3 +124,36 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict f notes.txt", "notes.txt", 1),
     ):
         assert named in refusal(line, code)
+
+
+def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
+    photos: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.heic", "b.HEIC", "c.gif"):
+        (Path("unknown") / name).touch()
+    read: list[Path] = []
+    plain = data.read_image
+
+    def read_image(file: Path) -> data.Picture:
+        read.append(file)
+        return plain(file)
+
+    monkeypatch.setattr(data, "read_image", read_image)
+    found = predict(Path("f"), [Path("unknown")])
+    files = sorted(Path("unknown").glob("*.png"))
+    assert sorted(read) == files
+    assert found.left_out == {".heic": 2, ".gif": 1}
+    assert str(found).endswith("\nleft out: 2 .heic, 1 .gif")
+
+
+def test_all_that_cannot_be_read_is_named_however_many_images_there_are(
+    photos: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extras.predict.AT_ONCE", 2)
+    files = sorted(Path("unknown").iterdir())
+    for file in (files[0], files[1], files[-1]):
+        file.write_bytes(b"no image")
+    said = refusal("predict f unknown", 1)
+    assert all(f"{file}: cannot be read" in said for file in (files[0], files[1], files[-1]))
+    Path("unknown/more").symlink_to("nowhere")
+    assert "unknown/more: is a link to nowhere" in refusal("predict f unknown", 2)
