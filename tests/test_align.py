@@ -12,7 +12,7 @@ from conftest import fixture
 from torch import Tensor
 from toy import PEFT_STEPS, ROOT, align_line, align_settings, done, read_records, refusal
 
-from align import align, new_pretext_task, start_state
+from align import AlignResult, align, new_pretext_task, start_state
 from bisslight import Batch, BatchLoss, Passes
 from config import (
     ALIGNED_RATES,
@@ -53,6 +53,24 @@ def test_a_result_is_read_again_and_says_what_the_records_say(
     align(cfg.replace(recompute=True), tmp_path / "again")
     one, two = (tmp_path / name / "adapter.safetensors" for name in ("a", "again"))
     assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("q_over_g", "cosine", "change"),
+    [(0.995, 1.0, 0.005), (1.0, 0.5, 1.0), (1.0, 1.0, 0.0), (0.0, 0.0, 1.0), (None, None, None)],
+)
+def test_a_result_says_how_far_q_is_from_g_and_when_it_is_hardly(
+    q_over_g: float | None, cosine: float | None, change: float | None
+) -> None:
+    """|q - g| / |g|: by hand; an equilateral triangle is the second."""
+    score = {"accuracy": 50.0, "loss": 1.0}
+    result = AlignResult.model_validate(
+        {"out": "a", "metric": "top-1 accuracy", "cpu_seconds": 1, "seconds": 1, "distance": 1.0}
+        | {"q_over_g": q_over_g, "cosine": cosine, "val_P": score, "val_D": score}
+    )
+    assert result.change_of_g == (None if change is None else pytest.approx(change, abs=1e-12))
+    assert ("as one without curvature" in str(result)) == (change in (0.005, 0.0))
+    assert ("gradient by 0.5 %" in str(result)) == (change == 0.005)
 
 
 # --- the paper's settings ---------------------------------------------------------------------
