@@ -71,7 +71,7 @@ notebooks: $(VENV)/.test  ## run the scripts in examples/ and renew the .ipynb b
 blanks: $(VENV)/.test  ## sheets and notebooks with blanks, to be filled in; see examples/exercises.md
 	$(BIN)/python examples/exercises/blank.py
 
-page: $(VENV)/.test  ## docs/index.html, made anew from examples/one_page.py and docs/page.md
+page: $(VENV)/.test  ## docs/index.html and docs/handout.html anew, from docs/*.md, examples/one_page.py and docs/*.svg
 	$(BIN)/python docs/page.py
 
 clean:

@@ -142,7 +142,7 @@ def descent() -> None:
     end = WIDTH - RIGHT
     plot.words(end, y(1) - 8, "q = g", "red", "end")
     plot.words(end, y(np.log10(2.5)) + 16, "BiSSL’s CG, 5 products", "ochre", "end")
-    plot.words(end, y(np.log10(0.13)) + 20, "M-FAC, both forms", "blue", "end")
+    plot.words(end, y(np.log10(0.13)) + 20, "M-FAC", "blue", "end")
     plot.words(x(18.5), y(-3.6), "exact q; CG, 50 products", "green")
     plot.axes(
         [(x(n), str(n)) for n in (0, 10, 20, 30)],

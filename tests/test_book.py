@@ -1,5 +1,6 @@
 """The book: what docs/ says is there is there, its links lead somewhere, and the page is new."""
 
+import csv
 import importlib
 import re
 import runpy
@@ -137,9 +138,12 @@ def test_published_alone_the_page_names_public_files() -> None:
 
 
 def test_the_plots_have_the_figures_of_the_page() -> None:
-    """Those of Gauss-Newton's matrix are what_q_is.md's; the accuracies are the table's."""
-    study = (ROOT / "experiments/what_q_is.md").read_text()
-    assert "the curvature along g is 2.8 to 4.7 λ by N" in study
+    """Those of Gauss-Newton's matrix are of what_q_is.csv, at the paper's λ."""
+    with (ROOT / "experiments/what_q_is.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if (row["lam"], row["c"]) == ("0.001", "1")]
+    along = [float(row["along_N"]) for row in rows]
+    assert (round(min(along), 1), round(max(along), 1)) == (2.8, 4.7)
+    assert {round(float(row["ratio_N"]), 1) for row in rows} == {0.6}
     assert r"a curvature of 2.8 to $4.7 \lambda$" in TEXT
     assert "κ 2.8 to 4.7 λ" in (DOCS / "factors.svg").read_text()
 

@@ -110,6 +110,23 @@ def test_the_descents_end_at_the_losses_that_the_page_names(tmp_path: Path) -> N
         assert f"{loss:.3f}" in (DOCS / "page.md").read_text()
 
 
+def test_a_pointer_drags_it_and_not_out_of_the_picture(tmp_path: Path) -> None:
+    script = """const r = $("valley").getBoundingClientRect(), found = [];
+    $("grip").setPointerCapture = () => {};  // there is no pointer
+    for (const [type, x, y] of [["pointerdown", 0.5, 0.3], ["pointermove", 0.25, 0.5],
+                                ["pointermove", 2, 0.5]]) {
+      $("grip").dispatchEvent(new PointerEvent(type, { buttons: 1,
+        clientX: r.left + x * r.width, clientY: r.top + y * r.height }));
+      found.push(centre("cD"));
+    }
+    told(found);"""
+    box = np.array([-240.0, -150.0]), np.array([480.0, 232.0])
+    down, moved, out = browse(tmp_path, script)
+    np.testing.assert_allclose(down, box[0] + box[1] * [0.5, 0.3], atol=0.02)
+    np.testing.assert_allclose(moved, box[0] + box[1] * [0.25, 0.5], atol=0.02)
+    assert out[0] == 230
+
+
 def test_arrow_keys_move_it(tmp_path: Path) -> None:
     script = """for (const key of ["ArrowLeft", "ArrowLeft", "ArrowDown"])
       $("grip").dispatchEvent(new KeyboardEvent("keydown", { key }));
