@@ -1,40 +1,27 @@
 """Does aligning help, if every arm may do the same work, with a rate and length chosen for it?
 
     python -m experiments.fair_race --cell Greek:0    # all arms once, in some minutes
-    python -m experiments.fair_race --choose          # phase 1: every candidate of every arm
-    python -m experiments.fair_race --race            # phase 2: those that phase 1 chose
 
-fair_race.md is the protocol. A phase adds a line for each run to a file in experiments/fair_race/,
-and the same command goes on after a stop. fair_race_analysis.py reads these files.
+fair_race.md is the protocol. The runs of both phases are in experiments/fair_race/; the
+command that made them is at commit 79b91b8. fair_race_analysis.py reads these files.
 """
 
-import json
 import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 from torch import Tensor
 
 from align import batches_left, prepare, probe
 from bisslight import Map, algorithm_1
 from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
 from data import steps_per_epoch
-from experiments.fair_race_plan import (
-    CANDIDATES,
-    CHOICE,
-    CHOSEN,
-    RACE,
-    RESULTS,
-    Cell,
-    Run,
-    Unit,
-    read_runs,
-    units_of,
-)
-from experiments.recipe import progress, run_script
+from experiments.fair_race_plan import CHOSEN, Cell, Run, Unit, units_of
+from experiments.recipe import run_script
 from extras.pretrain import pretrain
 from finetune import make_optimiser
 from support.experiment import open_experiment
@@ -146,33 +133,13 @@ def fine_tune(
     return Tuned(theta.detach(), images, curve, held_out)
 
 
-def run_all(units: list[Unit], out: Path, results: Path) -> None:
-    """Run those that the file has no line of, and add their lines."""
-    done = {Unit(run.name, run.arm, run.cell) for run in read_runs(results)}
-    left = [unit for unit in units if unit not in done]
-    for unit in progress(left, len(left), "runs"):
-        line = json.dumps(run_unit(unit, out))
-        with results.open("a") as file:
-            file.write(line + "\n")
-
-
-def main(
-    cell: str = "",
-    choose: bool = False,
-    race: bool = False,
-    out: Path = Path("runs/fair_race"),
-) -> None:
-    """Run --cell ALPHABET:BACKBONE, or go on with a phase; OUT is where backbones are."""
-    if cell:
-        name, _, number = cell.partition(":")
-        for unit in units_of([Cell(name, int(number), 0)], CHOSEN):
-            run = run_unit(unit, out)
-            accuracy = run.test[max(run.test)]
-            print(f"{run.name}: {accuracy:.1f} %, work {run.arm.work:.0f}, {run.cpu:.0f} CPU-s")
-    if choose:
-        run_all(units_of(CHOICE, CANDIDATES), out, RESULTS / "choice.jsonl")
-    if race:
-        run_all(units_of(RACE, CHOSEN), out, RESULTS / "race.jsonl")
+def main(cell: Annotated[str, typer.Option()], out: Path = Path("runs/fair_race")) -> None:
+    """Run --cell ALPHABET:BACKBONE; OUT is where backbones are."""
+    name, _, number = cell.partition(":")
+    for unit in units_of([Cell(name, int(number), 0)], CHOSEN):
+        run = run_unit(unit, out)
+        accuracy = run.test[max(run.test)]
+        print(f"{run.name}: {accuracy:.1f} %, work {run.arm.work:.0f}, {run.cpu:.0f} CPU-s")
 
 
 if __name__ == "__main__":

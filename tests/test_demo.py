@@ -70,10 +70,17 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
         ("aligned", 0), ("aligned", 1), ("direct", 0), ("direct", 1), ("restart", 100),
         ("restart", 101),
     ]  # fmt: skip
-    for arm, seed, epoch, *accuracies in rows:
+    for arm, seed, epoch, at_chosen, at_last, before, own in rows:
         tests = [line["test"] for line in read_records(out / arm / f"lr0.01-s{seed}")]
         expected = [tests[int(epoch) - 1]["accuracy"], tests[EPOCHS - 1]["accuracy"]]
-        assert [float(value) for value in accuracies] == pytest.approx(expected, abs=0.005)
+        assert [float(at_chosen), float(at_last)] == pytest.approx(expected, abs=0.005)
+        took = json.loads((out / arm / f"lr0.01-s{seed}/result.json").read_text())["cpu_seconds"]
+        assert float(own) == pytest.approx(took, abs=0.05)
+        earlier = {"aligned": f"align/s{seed}", "restart": f"direct/lr0.01-s{int(seed) % 100}"}
+        took = 0.0
+        if arm in earlier:
+            took = json.loads((out / earlier[arm] / "result.json").read_text())["cpu_seconds"]
+        assert float(before) == pytest.approx(took, abs=0.05)
     tested = [value for arm in result.arms for value in arm.accuracies]
     assert sorted(float(row[3]) for row in rows) == pytest.approx(sorted(tested), abs=0.005)
 

@@ -1,5 +1,6 @@
 """The fair race: its analysis on simulated runs, and that its arms are what the commands do."""
 
+import re
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -7,6 +8,7 @@ from random import Random
 import pytest
 import torch
 from second_analysis import analyse, read_results, whole_rounds
+from toy import call
 
 from align import align
 from config import AlignConfig, FinetuneConfig
@@ -113,15 +115,14 @@ def test_the_arms_are_what_align_and_finetune_compute(
     assert test.accuracy == tuned.curve[6]
 
 
-def test_a_unit_of_each_kind_runs_and_is_not_run_again(tmp_path: Path) -> None:
-    few = [Arm(0.03, 5), Arm(0.03, 5, first_epochs=5)]
-    units = [fair_race_plan.Unit("one", arm, Cell("Tagalog", 0, 0)) for arm in few]
-    results = tmp_path / "runs.jsonl"
-    fair_race.run_all(units[:1], tmp_path, results)
-    first = results.read_text()
-    fair_race.run_all(units, tmp_path, results)
-    assert results.read_text().startswith(first)
-    runs = fair_race_plan.read_runs(results)
-    assert [fair_race_plan.Unit(run.name, run.arm, run.cell) for run in runs] == units
-    right = [run.test[5] / 100 * run.images for run in runs]
-    assert right == pytest.approx([round(number) for number in right])
+def test_a_cell_is_run_with_a_fresh_start_and_with_that_of_another_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {"direct": [Arm(0.03, 5)], "restart": [Arm(0.03, 5, first_epochs=5)]}
+    monkeypatch.setattr(fair_race, "CHOSEN", few)
+    told = call(fair_race, f"--cell Tagalog:0 --out {tmp_path}")
+    lines = re.findall(r"(?m)^(\w+): (\S+) %, work (\d+), \d+ CPU-s$", told)
+    assert [(name, work) for name, _, work in lines] == [("direct", "5"), ("restart", "10")]
+    for _, accuracy, _ in lines:
+        right = float(accuracy) / 100 * 119  # images of the test
+        assert right == pytest.approx(round(right), abs=0.06)
