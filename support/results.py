@@ -117,6 +117,7 @@ class FinetuneResult(RunResult, frozen=True):
     tried: list[TrialResult]  # the trials that chose it; [] with a single rate
     trials: list[TrialResult]  # those of the chosen rate
     tests: Annotated[list[Score], Field(min_length=1)]  # each trial's best epoch, tested once
+    by_class: dict[str, list[float]] = {}  # percent of each class's test images that were right
     versions: list[str] = []  # of this program and of torch, those of all trials
     start_cpu_seconds: float | None  # of all runs that the seeds start from, see `seconds_before`
 

@@ -18,9 +18,11 @@ from toy import ROOT, call, read_records
 import experiments.demo
 from align import AlignResult, align, new_pretext_task
 from config import AlignConfig
+from evaluate import Arm, compare
 from extras import demo
 from support.adapters import find_adapters
 from support.checkpoints import find_weights
+from support.errors import UsageError
 from support.experiment import open_experiment, pretext_batches
 from support.files import sha256
 
@@ -39,9 +41,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two processes are at it."""
+    caplog.set_level("INFO")
     out = tmp_path / "d"
 
     def align_and_say(*given: Any, **more: Any) -> AlignResult:
@@ -84,9 +87,41 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
     tested = [value for arm in result.arms for value in arm.accuracies]
     assert sorted(float(row[3]) for row in rows) == pytest.approx(sorted(tested), abs=0.005)
 
+    assert "another process" not in caplog.text
+    said = str(result).splitlines()[-1]
+    for arm in result.arms:
+        assert f"{arm.arm} {fmean(arm.accuracies):.1f} %" in said
+    assert said.endswith("No difference to aligned is significant (p is at least 0.05).")  # 2 seeds
+
     made = (out / "align/s1/adapter.safetensors").stat().st_mtime_ns
     assert demo.demo(out) == result  # finished runs are read
     assert (out / "align/s1/adapter.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_significant_difference_is_told_with_its_number() -> None:
+    """Four seeds that are all better than four others: p is 2 of 70 splits."""
+    arms = []
+    for name, counts in (("aligned", [20, 21, 22, 23]), ("direct", [10, 11, 12, 13])):
+        accuracies = [100 * count / 40 for count in counts]
+        arms.append(
+            Arm(
+                arm=name, unit="PEFT seed", metric="top-1 accuracy", dataset="omniglot:Greek",
+                test_images=40, accuracies=accuracies, counts=counts, cpu_seconds=1,
+                start_cpu_seconds=0, settings={"versions": []},
+            )
+        )  # fmt: skip
+    compared = compare(arms[0].counts, arms[1].counts, 40)
+    arms[1] = arms[1].model_copy(update={"first_minus_this": compared})
+    said = demo.Demo(arms=arms).verdict()
+    assert "aligned 53.8 %, direct 28.8 %" in said
+    assert said.endswith("aligned with +25.0 points to direct (p = 0.029).")
+
+
+def test_a_folder_of_something_else_is_no_place_for_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "roses").mkdir()
+    with pytest.raises(UsageError, match="holds roses"):
+        demo.demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["roses"]
 
 
 def test_the_figures_of_the_readme_are_those_of_the_recorded_run() -> None:

@@ -1,11 +1,14 @@
 """PEFT: rates, seeds, epochs and starts; directories of two commands; splits that leak."""
 
 import json
+import re
 import shutil
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import quilts
 import torch
@@ -152,6 +155,30 @@ def test_adapters_lie_where_they_were_trained_also_those_of_an_older_version(
     expected[1].unlink()
     with pytest.raises(UsageError, match=r"s1/adapter\.safetensors is missing"):
         find_adapters(tmp_path)
+
+
+def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
+    weights: Path, tmp_path: Path
+) -> None:
+    """On image files: each wrong file lies in the folder of another class than was guessed."""
+    pictures(tmp_path / "images", "xyz")
+    result = tune(weights, tmp_path / "f", dataset=f"folder:{tmp_path}/images", lr=(1e-3,), batch=9)
+    guide = (Path(program.__file__).parent / "docs/guide.md").read_text()
+    (code,) = re.findall(r"```python\n(  test = json.*?)```", guide, re.DOTALL)
+    names: dict[str, Any] = {"json": json, "Path": Path, "np": np}
+    exec(textwrap.dedent(code).replace("OUT/", f"{tmp_path}/f/"), names)
+    confusion, wrong, test = names["confusion"], names["wrong"], names["test"]
+    assert confusion.sum() == 9 and [*confusion.sum(1)] == [3, 3, 3]
+    assert np.trace(confusion) == result.tests[0].right == 9 - len(wrong)
+    for file, guess in zip(test["files"], test["guesses"], strict=True):
+        assert (Path(file).parent.name != "xyz"[guess]) == (file in wrong)
+    of_classes = [result.by_class[name][0] for name in "xyz"]
+    assert of_classes == pytest.approx([100 * confusion[k, k] / 3 for k in range(3)])
+
+
+def test_a_pretrain_run_is_no_start_but_weights(weights: Path, tmp_path: Path) -> None:
+    said = refusal(f"finetune --from {weights} {PEFT_STEPS} --out {tmp_path}/f")
+    assert "is a pretrain run" in said
 
 
 def test_a_stop_while_a_run_grows_leaves_the_old_result(
@@ -435,7 +462,7 @@ def folder(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_from(folder: Path, weights: Path, images: Path, out: Path, more: str = "") -> str:
     """The refusal of a fine-tuning of these images after `folder`/align."""
     line = f"finetune --from {folder}/align {PEFT_STEPS} --dataset folder:{images} --out {out}"
-    said = refusal(f"{line} --backbone vit_mini --weights {weights} {more}")
+    said = refusal(f"{line} --backbone vit_mini --weights {weights} {more} --quiet")
     assert not out.exists()
     return said
 

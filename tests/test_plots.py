@@ -25,26 +25,38 @@ def test_arms_are_drawn_in_three_kinds_of_file(runs: Path, tmp_path: Path) -> No
     shutil.copytree(runs / "with", tmp_path / r"$\frac$")
     arms = evaluate([tmp_path / r"$\frac$", runs / "without"]).arms
     for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
-        for _ in range(2):  # its own picture it replaces
-            draw_arms(arms, tmp_path / f"arms.{suffix}")
+        draw_arms(arms, tmp_path / f"arms.{suffix}")
         assert (tmp_path / f"arms.{suffix}").read_bytes().startswith(start)
     check_drawn(tmp_path / "arms.png")
     with pytest.raises(UsageError, match=r"arms\.txt"):
         draw_arms(arms, tmp_path / "arms.txt")
 
 
-def test_what_is_no_picture_of_this_program_is_not_replaced(runs: Path, tmp_path: Path) -> None:
-    """A photograph, a drawing and a text, each under a name that a picture could have."""
+def test_no_file_is_replaced_by_a_picture(runs: Path, tmp_path: Path) -> None:
+    """Not even a picture of this program: somebody may have drawn into it."""
+    new = tmp_path / "new.svg"
+    outcome = run(f"evaluate {runs / 'with'} --picture {new} --json")
+    assert (outcome.code, outcome.err) == (0, f"picture in {new}\n")
+    new.write_text(new.read_text().replace("</svg>", "<text>mine</text></svg>"))
     Image.effect_noise((30, 30), 50).save(tmp_path / "photo.png")
-    (tmp_path / "drawing.svg").write_text("<svg><text>BiSSLight</text></svg>")
     (tmp_path / "notes.pdf").write_text("notes")
     for file in [*tmp_path.iterdir()]:
         before = file.read_bytes()
         assert str(file) in refusal(f"evaluate {runs / 'with'} --picture {file}")
         assert file.read_bytes() == before
-    outcome = run(f"evaluate {runs / 'with'} --picture {tmp_path / 'new.png'} --json")
-    assert (outcome.code, outcome.err) == (0, f"picture in {tmp_path / 'new.png'}\n")
-    check_drawn(tmp_path / "new.png")
+
+
+def test_the_interval_lies_behind_the_dots_and_the_axis_is_not_cut(runs: Path) -> None:
+    arms = evaluate([runs / "with", runs / "without"]).arms
+    axes = Figure().subplots()
+    plot_arms(axes, arms)
+    assert axes.get_ylim() == (0, 100)
+    for arm, bar in zip(arms, axes.patches, strict=True):
+        interval = arm.interval()
+        assert interval is not None
+        ends = (bar.get_y(), bar.get_y() + bar.get_height())
+        assert ends == pytest.approx(interval)
+        assert bar.get_zorder() < min(line.get_zorder() for line in axes.get_lines())
 
 
 def test_an_arm_has_a_dot_at_each_accuracy_and_a_line_at_the_mean(runs: Path) -> None:
