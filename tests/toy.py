@@ -103,7 +103,9 @@ def done(line: str) -> str:
 def refusal(line: str, code: int = 2) -> str:
     """The one line on stderr of a command line that must end with this exit code."""
     outcome = run(line)
-    lines = outcome.err.splitlines()
+    # What a folder holds is told before: "folder:/photos: 2 classes, ...".
+    told = ("folder:", "own:", "pool:")
+    lines = [said for said in outcome.err.splitlines() if not said.startswith(told)]
     assert (outcome.code, outcome.out) == (code, ""), outcome
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
