@@ -42,7 +42,7 @@
     for (const [k, [x, y]] of spots) {
       const { width: w, height: h } = $("t" + k).getBBox();
       let best = Infinity, at;
-      for (const r of [9, 20, 34, 50]) for (const a of [1, -1, 0]) for (const b of [-1, 1, 0]) {
+      for (const r of [11, 22, 36, 52]) for (const a of [1, -1, 0]) for (const b of [-1, 1, 0]) {
         const box = [x + a * (r + w / 2), y + b * (r * .6 + h / 2), w / 2, h / 2];
         let bad = r + 1e4 * (Math.abs(box[0]) + w / 2 > 238 || box[1] - h / 2 < -148 || box[1] + h / 2 > 80);
         for (const t of taken) {

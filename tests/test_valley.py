@@ -51,8 +51,9 @@ def browse(tmp_path: Path, script: str, width: int = 1440) -> Any:
     frame = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     file = tmp_path / "frame.html"
     file.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{frame}</body>')
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--force-prefers-reduced-motion"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1600,1000"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    flags += ["--force-prefers-reduced-motion", "--window-size=1600,1000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}"]
     line = [BROWSER, *flags, "--dump-dom", f"file://{file}"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout)
@@ -164,6 +165,13 @@ def test_the_first_screen_shows_the_valley(tmp_path: Path, width: int, height: i
     script = 'const r = $("valley").getBoundingClientRect(); told([r.left, r.right, r.bottom]);'
     left, right, bottom = browse(tmp_path, script, width)
     assert left >= 0 and right <= width and bottom <= height
+
+
+def test_on_a_wide_screen_it_stays_beside_eq_5(tmp_path: Path) -> None:
+    script = """document.getElementById("three-ways-to-get-q").scrollIntoView();
+    const r = $("valley").getBoundingClientRect(); told([scrollY, r.top, r.bottom]);"""
+    scrolled, top, bottom = browse(tmp_path, script)
+    assert scrolled > 1000 and top >= 0 and bottom <= 900
 
 
 def test_the_handout_is_one_printed_page(tmp_path: Path) -> None:
