@@ -148,6 +148,22 @@ def test_the_plots_have_the_figures_of_the_page() -> None:
     assert "κ 2.8 to 4.7 λ" in (DOCS / "factors.svg").read_text()
 
 
+def test_the_costs_on_the_page_are_those_of_the_studies() -> None:
+    """The page's table has ranges over three networks."""
+    counted, timed, machines = (
+        (ROOT / f"experiments/{name}.md").read_text()
+        for name in ("cost", "time_and_memory", "machines")
+    )
+    assert re.search(r"vit_b16 \| CG, 5 steps .* \| 156 % \|", counted)
+    assert re.search(r"vit_b16 \| recursion .* \| 0\.001 % \|", counted)
+    assert "CG takes 14, 21 and 23 times as long" in timed
+    (row,) = re.findall(r"lines 10 and 13 alone, of an alternation(.*)", machines)
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", row)]
+    assert (min(shares), max(shares)) == (0.6, 0.9)
+    for words in ("[156 %]", "[0.001 %]", "[14 to 23 times]", "[0.6 to 0.9 %]"):
+        assert words in TEXT
+
+
 @pytest.mark.slow
 def test_six_descents_end_where_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of the last ten steps in notebook 1: M-FAC draws other gradients in each step."""
