@@ -85,7 +85,7 @@ MISTAKES = [
     ("mae_loss", "(prediction - target)", "(prediction - patches)", "standardised"),
     ("lower_step", "grad_P + lam * (", "grad_P - lam * (", "away"),
     ("lower_step", "opt_P.step()", "pass", "did not move"),
-    ("lower_step", "return grad_P", "return g_P", "penalty"),
+    ("lower_step", "return grad_P", "return g_P", "spring"),
     ("upper_step", "L_D(theta_P, phi_D, batch), [theta_P", "L_D(theta_D, phi_D, batch), [theta_D",
      "at θ_P"),
     ("upper_step", "q + grad_D", "q", "second term"),
@@ -115,7 +115,8 @@ MISTAKES = [
     # right numbers by a way that was not asked for
     ("eq_7", "    return v, d", "    v = v.float().to(v)\n    return v, d", "float32 only"),
     ("eq_10", "    return q", "    torch.outer(g, g)\n    return q", "p x p"),
-    ("closed_form", "    return q", "    return eq_10(*eq_7(G, lam), g, lam)", "loop"),
+    ("closed_form", "    m = len(G)",
+     "    return eq_10(*eq_7(G, lam), g, lam)\n    m = len(G)", "no system of m equations"),
     ("lora_forward", "F.linear(x, W_q, bias)", "F.linear(x, W_q, bias).detach()",
      "respect to x"),
     ("mae_loss", "[removed].mean()", "[removed].mean().detach()", "detached"),
