@@ -212,7 +212,7 @@ def html_in_line(text: str) -> str:
 def picture(found: re.Match[str]) -> str:
     """A figure with its caption; the valley has its script behind it."""
     file, caption = found.groups()
-    out = html(found[0].splitlines()[0]).strip().removeprefix("<p>").removesuffix("</p>")
+    out = html_in_line(found[0].splitlines()[0])
     if caption:
         out += f"<figcaption>{html_in_line(caption)}</figcaption>"
     if file == "valley.svg":
@@ -227,14 +227,13 @@ def script() -> str:
 
 
 def shown(piece: Piece, lines: list[str]) -> str:
-    """A piece of the page."""
+    """A piece of the page: its code or, where it has none, its picture stands to the right."""
     found = PICTURE.search(piece.text)
     if piece.first is not None:
         code = "".join(lines[piece.first : piece.last])
         link = f"{FILES}{PROGRAM.relative_to(HERE.parent)}#L{piece.first + 1}"
         title = f'<a href="{link}">{PROGRAM.name}, from line {piece.first + 1}</a>'
-        text = PICTURE.sub(lambda picture_in_text: picture(picture_in_text), piece.text)
-        out = f"<div>\n{html(text)}</div>\n"
+        out = f"<div>\n{html(PICTURE.sub(picture, piece.text))}</div>\n"
         out += f"<figure><figcaption>{title}</figcaption><pre>{code}</pre></figure>\n"
     elif found:
         before, after = piece.text[: found.start()], piece.text[found.end() :]
