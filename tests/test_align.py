@@ -10,7 +10,16 @@ import pytest
 import torch
 from conftest import fixture
 from torch import Tensor
-from toy import PEFT_STEPS, ROOT, align_line, align_settings, done, read_records, refusal
+from toy import (
+    PEFT_STEPS,
+    ROOT,
+    align_line,
+    align_settings,
+    contents,
+    done,
+    read_records,
+    refusal,
+)
 
 from align import AlignResult, align, new_pretext_task, start_state
 from bisslight import Batch, BatchLoss, Passes
@@ -36,22 +45,40 @@ EXAMPLE = ROOT / "examples/rotation.py"
 # --- the run ----------------------------------------------------------------------------------
 
 
-def test_a_result_is_read_again_and_says_what_the_records_say(
-    weights: Path, tmp_path: Path
-) -> None:
-    cfg = align_settings(weights, eval_every=2)
-    result = align(cfg, tmp_path / "a")
-    records = read_records(tmp_path / "a")
+@pytest.fixture(scope="module")
+def short(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> AlignResult:
+    """A finished run of three alternations, the second and the last of which are validated."""
+    out = tmp_path_factory.mktemp("align") / "short"
+    return align(align_settings(weights, eval_every=2), out)
+
+
+def test_a_result_says_what_the_last_record_says(short: AlignResult) -> None:
+    last = read_records(Path(short.out))[-1]
+    assert (short.distance, short.cosine) == (last["distance"][-1], last["cosine"][-1])
+    assert (short.val_P.model_dump(), short.val_D.model_dump()) == (last["val_P"], last["val_D"])
+
+
+def test_every_eval_every_th_alternation_and_the_last_are_validated(short: AlignResult) -> None:
+    """The first record is of the probe."""
+    records = read_records(Path(short.out))
     assert ["val_P" in record for record in records] == [False, False, True, True]
-    last = records[-1]
-    assert (result.distance, result.cosine) == (last["distance"][-1], last["cosine"][-1])
-    assert result.val_P.model_dump() == last["val_P"] and result.val_D.model_dump() == last["val_D"]
-    assert align(cfg, tmp_path / "a") == result
-    alone = align(cfg.replace(upper_steps=0), tmp_path / "lower level alone")
+
+
+def test_a_finished_run_is_read_again(short: AlignResult, weights: Path) -> None:
+    before = contents(Path(short.out))
+    assert align(align_settings(weights, eval_every=2), Path(short.out)) == short
+    assert contents(Path(short.out)) == before
+
+
+def test_a_run_without_an_upper_level_tells_nothing_of_q(weights: Path, tmp_path: Path) -> None:
+    alone = align(align_settings(weights, upper_steps=0, alternations=1), tmp_path / "alone")
     assert (alone.distance, alone.q_over_g, alone.cosine) == (None, None, None)
-    # Recomputing changes no bit, so that a run that is short of memory may go on with it.
-    align(cfg.replace(recompute=True), tmp_path / "again")
-    one, two = (tmp_path / name / "adapter.safetensors" for name in ("a", "again"))
+
+
+def test_recomputing_changes_no_bit(short: AlignResult, weights: Path, tmp_path: Path) -> None:
+    """So a run that is short of memory may go on with it."""
+    align(align_settings(weights, eval_every=2, recompute=True), tmp_path / "again")
+    one, two = (place / "adapter.safetensors" for place in (Path(short.out), tmp_path / "again"))
     assert one.read_bytes() == two.read_bytes()
 
 

@@ -243,6 +243,15 @@ def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
     for end in told:
         deviation = 100 * math.sqrt(end / 100 * (1 - end / 100) / 35)
         assert abs(end - 50.0) / deviation == pytest.approx(1.96, abs=0.01)
+
+
+def test_half_of_100_images_right_is_40_to_60_percent(tmp_path: Path) -> None:
+    """Wilson's interval by hand: z² / 100 = 0.0384, so its ends are 50 ± 98 / √103.84."""
+    told = evaluate([finished(tmp_path / "a", [50.0], images=100)]).arms[0].interval()
+    assert told == pytest.approx((40.383, 59.617), abs=0.005)
+
+
+def test_a_mean_average_precision_has_no_interval_by_images(tmp_path: Path) -> None:
     mean = finished(tmp_path / "map", [80.0], metric="11-point mAP")
     assert evaluate([mean]).arms[0].interval() is None
 

@@ -146,7 +146,7 @@ def test_shapes_that_do_not_fit_are_refused_instead_of_broadcast(form: str) -> N
         mfac.in_blocks(FORMS[form], "tensor")  # type: ignore[arg-type]
 
 
-def test_a_store_answers_only_when_all_of_its_gradients_are_in() -> None:
+def test_a_block_answers_only_when_all_of_its_gradients_are_in() -> None:
     """Eq. 10 sums over all m gradients; with two of three its answer would be another one."""
     G = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     M = mfac.empty_block(3, 5)
