@@ -64,6 +64,7 @@ class AdapterInfo(BaseModel, frozen=True):
     # These are set by finetune alone.
     lr: float | None = None
     classes: list[str] = []
+    several_classes: bool = False  # whether an image may be of several
 
 
 class RunResult(BaseModel, frozen=True):

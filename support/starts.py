@@ -5,9 +5,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from config import FinetuneConfig, Record, find_runs
 from data import Task
-from support.adapters import find_adapters, load_adapter, name_images
+from support.adapters import find_adapters, load_adapter, name_images, name_training_images
 from support.errors import UsageError, as_usage_error
 from support.experiment import Experiment
 from support.files import read_json, sha256
@@ -136,7 +138,15 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> N
     if info.data_sha256 == experiment.digests["data_sha256"]:
         return
     if info.seen is not None:
-        seen = find_seen(experiment.task, info.seen)
+        task = experiment.task
+        seen = find_seen(task, info.seen)
+        own = name_training_images(task)
+        if info.seen.isdisjoint(own.union(name_images(task.test, task.classes))):
+            LOG.warning(
+                "--from: no image here has the name of one that θ was trained on (%s). If they are"
+                " the same ones, renamed, it is not known whether θ has seen the test images",
+                info.dataset,
+            )
         if seen:
             names = " and ".join(seen[:2])
             raise ValueError(
@@ -157,13 +167,27 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> N
 
 
 def find_seen(task: Task, seen: Collection[str]) -> list[str]:
-    """The test images that are among those that were seen: their files, or numbers."""
+    """The test images that are among those that were seen: their files, or numbers.
+
+    Where each part begins to count anew, a training image of this run has the name of a test image.
+    Such a name says nothing, and is left out, with a warning.
+    """
     keys = name_images(task.test, task.classes)
+    # What lies in memory is known by its pixels, not by names.
+    in_memory = isinstance(task.test.images, Tensor)
+    ambiguous = frozenset() if in_memory else name_training_images(task)
+    unclear = sum(key in seen and key in ambiguous for key in keys)
+    if unclear:
+        LOG.warning(
+            "--from: %d test images have the name of a training image, too, such as train/cat/1.jpg"
+            " and test/cat/1.jpg: it is not known whether θ has seen them",
+            unclear,
+        )
     files = task.test.images
     return [
         str(files[i]) if isinstance(files, list) else f"number {i}"
         for i, key in enumerate(keys)
-        if key in seen
+        if key in seen and key not in ambiguous
     ]
 
 

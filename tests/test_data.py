@@ -4,11 +4,14 @@ import hashlib
 import math
 import multiprocessing
 import os
+import shutil
 import signal
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import shared
@@ -18,15 +21,20 @@ from torchvision import transforms as T
 
 import data
 from data import (
+    SPLITS,
     Images,
     Pool,
     Split,
     Task,
     Transform,
     batches,
+    check_task,
     decode_once,
+    find_doubts,
     fingerprint,
     folder,
+    overheard,
+    read_image,
     stream,
 )
 
@@ -665,3 +673,105 @@ def test_a_ctrl_c_at_the_terminal_does_not_end_the_workers(tmp_path: Path) -> No
     (worker,) = {*multiprocessing.active_children()} - others
     os.kill(worker.pid or 0, signal.SIGINT)
     assert len(list(loader)) == 2
+
+
+# --- what makes a number mean something else -----------------------------------------------------
+
+
+def photos_in(root: Path, names: Iterable[str], seed: int = 0) -> None:
+    """An image of its own for each name, such as "train/cat/1.png"."""
+    for number, name in enumerate(names):
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng([seed, number]).integers(0, 255, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file)
+
+
+def test_equal_images_in_two_splits_are_told_in_folders_and_in_memory(tmp_path: Path) -> None:
+    """Two of the six test images are training images under other names."""
+    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
+    assert find_doubts(folder(tmp_path, 0)) == []
+    for k in "12":
+        shutil.copy(tmp_path / f"train/cat/{k}.png", tmp_path / f"test/cat/{k}.png")
+    said = "train and test have 2 images in common: the test is of images that were trained on"
+    assert find_doubts(folder(tmp_path, 0)) == [said]
+
+    first = Split(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
+    last = Split(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
+    (line,) = find_doubts(Task("own", first, last, last, ["a", "b"]))
+    assert line.startswith("val and test have 4 images in common: epochs and rates are chosen on")
+
+
+def test_a_picture_beside_its_converted_copy_is_told_where_the_split_parts_them(
+    tmp_path: Path,
+) -> None:
+    photos_in(tmp_path, [f"{kind}/{k:02}.png" for kind in ("cat", "dog") for k in range(15)])
+    assert find_doubts(folder(tmp_path, 0)) == []
+    for file in [*tmp_path.glob("*/*.png")]:
+        Image.open(file).save(file.with_suffix(".bmp"))
+    task = folder(tmp_path, 0)
+    place_of = {f: name for name in SPLITS for f in getattr(task, name).images}
+    parted = sum(
+        place_of[f] != place_of[f.with_suffix(".bmp")] for f in place_of if f.suffix == ".png"
+    )
+    (line,) = find_doubts(task)
+    assert line.startswith(f"{parted} images, such as ") and "another ending" in line
+
+
+def test_numbers_begin_anew_in_each_part_without_a_word(tmp_path: Path) -> None:
+    photos_in(tmp_path, [f"{part}/{kind}/1.png" for part in SPLITS for kind in ("cat", "dog")])
+    assert find_doubts(folder(tmp_path, 0)) == []
+
+
+def test_labels_that_are_mostly_not_counted_are_told() -> None:
+    """CheXpert writes 0 for no and -1 for uncertain."""
+    labels = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]])
+    parts = [Split(torch.rand(4, 3, 8, 8), labels) for _ in SPLITS]
+    doubts = find_doubts(Task("own", *parts, ["a", "b"]))
+    assert [line.split(".")[0] for line in doubts] == [
+        f"{name}: 50 % of the labels are 0, not counted" for name in SPLITS
+    ]
+    parts = [
+        Split(torch.rand(4, 3, 8, 8), torch.where(labels == 0, -1, -labels.abs() + 2))
+        for _ in SPLITS
+    ]
+    assert find_doubts(Task("own", *parts, ["a", "b"])) == []
+
+
+def test_a_class_that_a_split_lacks_is_told() -> None:
+    whole = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 1, 2]))
+    part = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+    task = Task("own", whole, Split(torch.rand(3, 3, 8, 8), whole.targets), part, ["a", "b", "c"])
+    assert find_doubts(task) == ["test has no image of class c"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"classes": range(2)}, "give a list of names"),
+        ({"classes": {"a": 0, "b": 1}}, "give a list of names"),
+        ({"classes": "ab"}, "give a list of names"),
+        ({"mean": 0.5}, "three numbers each"),
+    ],
+)
+def test_names_and_normalisation_of_other_kinds_are_refused(
+    changes: dict[str, Any], said: str
+) -> None:
+    split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=said):
+        check_task(Task("own", split, split, split, ["a", "b"])._replace(**changes))
+
+
+def test_images_divided_by_255_twice_are_refused() -> None:
+    split = Split(torch.rand(2, 3, 8, 8) / 255, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="divided by 255 twice"):
+        check_task(Task("own", split, split, split, ["a", "b"]))
+
+
+def test_the_pages_of_a_picture_that_are_not_taken_are_told(tmp_path: Path) -> None:
+    pages = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
+    pages[0].save(tmp_path / "stack.tif", save_all=True, append_images=pages[1:])
+    with overheard() as said:
+        read_image(tmp_path / "stack.tif")
+    assert said == ["it has 3 pages, the first one is taken"]

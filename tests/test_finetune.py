@@ -16,7 +16,7 @@ from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_records, refusal
+from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_records, refusal, run
 
 import data
 import finetune as program
@@ -505,6 +505,38 @@ def test_a_test_image_that_align_has_trained_on_is_refused_wherever_it_lies(
     said = start_from(folder, weights, images, tmp_path / "f", f"--data-seed {seed}")
     assert f"trained on {len(seen)} of the {len(test)} test images" in said
     assert str(seen[0]) in said and "--data-seed 2" in said
+
+
+def test_renamed_images_are_told_since_nothing_is_known_of_them(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    images = tmp_path / "renamed"
+    for name in "xyz":
+        shutil.copytree(folder / "images" / name, images / f"class-{name}")
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
+    )
+    assert outcome.code == 0
+    assert "no image here has the name of one that θ was trained on" in outcome.err
+
+
+def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Each part counts its images from 1, as many exports do."""
+    images = tmp_path / "parts"
+    for number, part in enumerate(("train", "val", "test")):
+        pictures(images / part, "xyz", shift=number)
+        for file in sorted((images / part).rglob("*.png"), key=lambda path: int(path.stem)):
+            file.rename(file.with_stem(str(int(file.stem) - number)))
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
+    )
+    assert outcome.code == 0, outcome.err
+    seen = 3 * (15 - 3)  # of each class align has tested 3
+    assert f"{seen} test images have the name of a training image, too" in outcome.err
 
 
 def test_what_align_has_seen_is_known_after_fine_tuning_on_other_images(

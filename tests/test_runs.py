@@ -24,11 +24,11 @@ from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refus
 
 import cli
 import finetune
-from config import AlignConfig
+from config import AlignConfig, FinetuneConfig
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
-from support.runs import open_run, share
+from support.runs import check_directory, open_run, share
 
 SAID = Path("said")
 
@@ -482,3 +482,11 @@ def test_a_directory_that_is_no_utf8_is_refused_before_training(tmp_path: Path) 
 def test_a_folder_that_a_desktop_has_looked_at_is_empty(tmp_path: Path) -> None:
     (tmp_path / ".DS_Store").touch()
     runs.check_holds_only(tmp_path, set())
+
+
+def test_a_run_among_the_labelled_images_is_refused(tmp_path: Path) -> None:
+    """It would be a class, the next time."""
+    cfg = FinetuneConfig(backbone="vit_mini", dataset=f"folder:{tmp_path}")
+    with pytest.raises(UsageError, match="lies among the images"):
+        check_directory(tmp_path / "runs/a", {}, cfg)
+    check_directory(tmp_path.parent / "runs", {}, cfg)
