@@ -9,7 +9,14 @@ from torch import Tensor
 
 from config import FinetuneConfig, Record, find_runs
 from data import Task
-from support.adapters import find_adapters, load_adapter, name_images, name_training_images
+from support.adapters import (
+    find_adapters,
+    hash_contents,
+    know_training_images,
+    load_adapter,
+    name_images,
+    name_training_images,
+)
 from support.errors import UsageError, as_usage_error
 from support.experiment import Experiment
 from support.files import read_json, sha256
@@ -140,19 +147,21 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> N
     if info.seen is not None:
         task = experiment.task
         seen = find_seen(task, info.seen)
-        own = name_training_images(task)
-        if info.seen.isdisjoint(own.union(name_images(task.test, task.classes))):
+        own = know_training_images(task)
+        if info.seen.isdisjoint({*own, *name_images(task.test, task.classes)}) and not seen:
             LOG.warning(
-                "--from: no image here has the name of one that θ was trained on (%s). If they are"
-                " the same ones, renamed, it is not known whether θ has seen the test images",
+                "--from: no image here has the name or content of one that θ was trained on (%s)."
+                " If they are the same ones, renamed and changed, it is not known whether θ has"
+                " seen the test images",
                 info.dataset,
             )
         if seen:
             names = " and ".join(seen[:2])
             raise ValueError(
                 f"was trained on {len(seen)} of the {len(experiment.task.test.targets)} test"
-                f" images, such as {names}; take its data seed, --data-seed {info.data_seed}, and"
-                f" the images of {info.dataset} as they were, or align again"
+                f" images, by content or by class and name, such as {names}; take its data seed,"
+                f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
+                " align again. If they are other pictures, rename their files"
             )
     elif info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
         raise ValueError(
@@ -173,10 +182,15 @@ def find_seen(task: Task, seen: Collection[str]) -> list[str]:
     Such a name says nothing, and is left out, with a warning.
     """
     keys = name_images(task.test, task.classes)
+    contents = hash_contents(task.test) or [""] * len(keys)
     # What lies in memory is known by its pixels, not by names.
     in_memory = isinstance(task.test.images, Tensor)
     ambiguous = frozenset() if in_memory else name_training_images(task)
-    unclear = sum(key in seen and key in ambiguous for key in keys)
+    known = [content in seen for content in contents]
+    unclear = sum(
+        key in seen and key in ambiguous and not is_known
+        for key, is_known in zip(keys, known, strict=True)
+    )
     if unclear:
         LOG.warning(
             "--from: %d test images have the name of a training image, too, such as train/cat/1.jpg"
@@ -186,8 +200,8 @@ def find_seen(task: Task, seen: Collection[str]) -> list[str]:
     files = task.test.images
     return [
         str(files[i]) if isinstance(files, list) else f"number {i}"
-        for i, key in enumerate(keys)
-        if key in seen and key not in ambiguous
+        for i, (key, is_known) in enumerate(zip(keys, known, strict=True))
+        if is_known or (key in seen and key not in ambiguous)
     ]
 
 

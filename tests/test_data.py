@@ -27,6 +27,7 @@ from data import (
     Split,
     Task,
     Transform,
+    as_checked,
     batches,
     check_task,
     decode_once,
@@ -775,3 +776,15 @@ def test_the_pages_of_a_picture_that_are_not_taken_are_told(tmp_path: Path) -> N
     with overheard() as said:
         read_image(tmp_path / "stack.tif")
     assert said == ["it has 3 pages, the first one is taken"]
+
+
+def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path) -> None:
+    """A split's images are decoded once; a script may replace the files and go on."""
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
+    task = folder(tmp_path, 0)
+    first = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
+    for file in task.test.images:
+        Image.new("RGB", (8, 8), "white").save(file)
+    second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
+    assert isinstance(first, Tensor) and isinstance(second, Tensor)
+    assert first.min() < 255 and second.min() == 255

@@ -66,6 +66,19 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
         assert not (tmp_path / "out").exists(), "something was written"
 
 
+def test_a_damaged_image_of_a_pool_is_named_before_a_run_begins(weights: Path) -> None:
+    """Later the run would have to begin anew, since another pool is another run."""
+    Path("pool").mkdir()
+    for number in range(4):
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(f"pool/{number}.png")
+    Path("pool/3.png").write_bytes(Path("pool/3.png").read_bytes()[:50])
+    line = "--backbone vit_mini --pool pool --epochs 1 --warmup-epochs 0 --batch 2 --out out"
+    assert "pool/3.png: cannot be read" in refusal(f"pretrain {line}", 1)
+    run_of = f"align --backbone vit_mini --weights {weights} --dataset quilts --pool pool --out out"
+    assert "pool/3.png: cannot be read" in refusal(run_of, 1)
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("part", ["test", "train"])
 def test_a_damaged_image_is_named_before_a_run_begins(weights: Path, part: str) -> None:
     """So the run can begin without the image."""

@@ -497,7 +497,7 @@ def test_a_test_image_that_align_has_trained_on_is_refused_wherever_it_lies(
     if how == "added":
         for name in "xyz":
             for i in range(100, 140):
-                shutil.copy(images / name / "1.png", images / name / f"{i}.png")
+                Image.new("RGB", (16, 16), (i, 0, ord(name))).save(images / name / f"{i}.png")
     before = trained_on(folder / "images", 2)
     test = data.folder(images, seed).test.images
     seen = [file for file in test if f"{Path(file).parent.name}/{Path(file).stem}" in before]
@@ -507,18 +507,22 @@ def test_a_test_image_that_align_has_trained_on_is_refused_wherever_it_lies(
     assert str(seen[0]) in said and "--data-seed 2" in said
 
 
-def test_renamed_images_are_told_since_nothing_is_known_of_them(
+def test_renamed_images_are_known_by_content_and_told_where_they_were_changed_too(
     weights: Path, folder: Path, tmp_path: Path
 ) -> None:
     images = tmp_path / "renamed"
     for name in "xyz":
         shutil.copytree(folder / "images" / name, images / f"class-{name}")
+    assert "by content or by class and name" in start_from(folder, weights, images, tmp_path / "f")
+    for file in [*images.rglob("*.png")]:
+        Image.open(file).save(file.with_suffix(".jpg"))
+        file.unlink()
     line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
     outcome = run(
         f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
     )
     assert outcome.code == 0
-    assert "no image here has the name of one that θ was trained on" in outcome.err
+    assert "no image here has the name or content of one that θ was trained on" in outcome.err
 
 
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
@@ -526,10 +530,10 @@ def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
 ) -> None:
     """Each part counts its images from 1, as many exports do."""
     images = tmp_path / "parts"
-    for number, part in enumerate(("train", "val", "test")):
-        pictures(images / part, "xyz", shift=number)
-        for file in sorted((images / part).rglob("*.png"), key=lambda path: int(path.stem)):
-            file.rename(file.with_stem(str(int(file.stem) - number)))
+    for number, part in enumerate(("train", "val", "test"), 1):
+        pictures(images / part, "xyz")
+        for file in (images / part).rglob("*.png"):  # other pictures in each part
+            Image.fromarray(np.asarray(Image.open(file)) + np.uint8(number)).save(file)
     line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
     outcome = run(
         f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
@@ -543,13 +547,14 @@ def test_what_align_has_seen_is_known_after_fine_tuning_on_other_images(
     weights: Path, folder: Path, tmp_path: Path
 ) -> None:
     """P, then Q, then P split otherwise: the adapter of Q hands on what align saw of P."""
-    pictures(tmp_path / "other", "pq", shift=5)
+    pictures(tmp_path / "other", "pq", shift=15)  # no picture of the first
     line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
     other = f"--dataset folder:{tmp_path}/other --out {tmp_path}/q"
     done(f"finetune --from {folder}/align {line} {other}")
     adapter = load_adapter(tmp_path / "q/lr0.01-s0/adapter.safetensors")
     assert adapter.info.seen is not None
-    assert len(adapter.info.seen) == 3 * 12 + 2 * 12  # of 15 a class, 3 are tested
+    seen = 3 * 12 + 2 * 12  # of 15 a class, 3 are tested
+    assert len(adapter.info.seen) == 2 * seen  # by name and by content
     back = f"--dataset folder:{folder}/images --data-seed 3 --seed 5"
     said = refusal(f"finetune --from {tmp_path}/q {line} {back} --out {tmp_path}/f")
     assert "was trained on" in said
@@ -571,7 +576,9 @@ def test_images_in_memory_are_known_by_their_pixels(weights: Path, tmp_path: Pat
     settings |= {"epochs": 1, "warmup_epochs": 0, "batch": 20, "seeds": 1, "lr": (1e-3,)}
     finetune(FinetuneConfig(**settings), tmp_path / "first", task=first)
     again = FinetuneConfig(**settings | {"start": tmp_path / "first", "seed": 1})
-    with pytest.raises(UsageError, match="trained on 1 of the 2 test images, such as number 1"):
+    with pytest.raises(
+        UsageError, match=r"trained on 1 of the 2 test images, by .* such as number 1"
+    ):
         finetune(again, tmp_path / "other", task=other)
     finetune(again, tmp_path / "new", task=new)
 
@@ -605,7 +612,7 @@ def test_images_that_were_moved_or_copied_keep_aligns_split(folder: Path, tmp_pa
 
 
 def test_another_dataset_than_aligns_is_taken_and_recorded(folder: Path, tmp_path: Path) -> None:
-    pictures(tmp_path / "other", "pq", shift=5)
+    pictures(tmp_path / "other", "pq", shift=15)  # no picture of the first
     line = f"finetune --from {folder}/align {PEFT_STEPS} --dataset folder:{tmp_path}/other"
     done(f"{line} --quiet --out {tmp_path}/f")
     origin = json.loads((tmp_path / "f/result.json").read_text())["origin"]
