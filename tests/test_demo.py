@@ -145,7 +145,7 @@ def test_the_readme_says_how_many_epochs_an_alignment_takes_as_long_as() -> None
         rows = list(csv.DictReader(file))
     align = fmean(float(row["CPU-s before"]) for row in rows if row["arm"] == "aligned")
     direct = fmean(float(row["CPU-s"]) for row in rows if row["arm"] == "direct")
-    epochs = align / (direct / demo.PEFT["epochs"])
+    epochs = align / (direct / 25)  # the recorded run had 25
     assert f"computing time of {epochs:.0f} epochs" in (ROOT / "README.md").read_text()
 
 
