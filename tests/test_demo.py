@@ -35,7 +35,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     monkeypatch.setattr(demo, "get_context", lambda _: multiprocessing.get_context("fork"))
     monkeypatch.setattr(demo, "SEEDS", 2)
-    few = {"alternations": 2, "warmup": 1, "probe_epochs": 1}
+    few = {"alternations": 2, "warmup": 1, "probe_epochs": 1, "lower_steps": 2, "upper_steps": 2}
     monkeypatch.setattr(demo, "ALIGN", demo.ALIGN | few)
     monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
 

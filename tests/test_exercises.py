@@ -229,6 +229,7 @@ def test_each_exercise_has_a_mistake_that_is_looked_for() -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_runs_from_any_folder(tmp_path: Path) -> None:
     names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, FOLDER / "check.py", answers_file(1)]
@@ -236,6 +237,7 @@ def test_the_command_runs_from_any_folder(tmp_path: Path) -> None:
     assert done.returncode == 0 and "5 of 5 right" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sheet", check.SHEETS)
 def test_a_seed_of_the_teachers_own_changes_the_numbers_and_no_verdict(sheet: int) -> None:
     names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

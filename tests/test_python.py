@@ -70,6 +70,7 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
         finetune(start.replace(start=other), tmp_path / "tuned", task=task)
 
 
+@pytest.mark.slow
 def test_without_extras_align_finetune_and_evaluate_work(tmp_path: Path) -> None:
     """In a process where extras/ is an empty folder."""
     model = "--backbone vit_mini --dataset omniglot:Greek"

@@ -251,8 +251,9 @@ class Hub(Handler):
         super().end_headers()
 
 
+@pytest.mark.slow
 def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
-    server: Server, vit: Any, monkeypatch: Any
+    server: Server, vit: Any
 ) -> None:
     """In other processes, since the hub's package reads the environment once."""
     server.RequestHandlerClass = Hub
@@ -268,5 +269,8 @@ def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
     told = outside(f"{line} --backbone timm:test_vit --out c", HF_HOME=home, HF_HUB_OFFLINE="1")
     assert told.returncode == 2 and "Traceback" not in told.stderr
     assert "--backbone timm:test_vit," in told.stderr and "--weights FILE" in told.stderr
-    monkeypatch.setattr(socket.socket, "connect", None)  # the plan of a run fetches nothing
+
+
+def test_the_plan_of_a_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", None)
     done(f"align --backbone timm:{NAME} --dataset quilts --rank 4 --dry-run --json")
