@@ -68,8 +68,7 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
         assert both[0].read_bytes() == both[1].read_bytes()
     arms = json.loads(done("evaluate tuned direct --json"))["arms"]
     assert [len(arm["accuracies"]) for arm in arms] == [2, 2]
-    for _ in range(2):  # a picture is drawn again
-        assert "direct" in done("evaluate tuned direct --picture arms.png")
+    assert "direct" in done("evaluate tuned direct --picture arms.png")
     with Image.open("arms.png") as picture:
         assert picture.size[0] > 100
 
@@ -173,12 +172,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
 
 
-CLOSED = [  # each a process of its own with torch, so most are for `make slow`
-    "2>&1 | true",
-    pytest.param("2>&- >&-", marks=pytest.mark.slow),
-    pytest.param("| true", marks=pytest.mark.slow),
-    pytest.param("2>&1 >/dev/null | true", marks=pytest.mark.slow),
-]
+CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]
 
 
 def bash(line: str) -> subprocess.CompletedProcess[str]:
@@ -187,6 +181,7 @@ def bash(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, env=OUTSIDE, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", CLOSED)
 def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
     ended = bash(f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r {end}")

@@ -40,6 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
 
 
+@pytest.mark.slow
 def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

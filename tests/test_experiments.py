@@ -179,7 +179,12 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
 @pytest.mark.parametrize(
     ("script", "flags", "printed"),
     [
-        (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
+        pytest.param(
+            lora_rank,
+            "--ranks 1,2",
+            ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"],
+            marks=pytest.mark.slow,
+        ),
         (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
         (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
     ],
@@ -227,6 +232,7 @@ def test_a_forward_pass_of_vit_b16_counts_each_of_its_products() -> None:
     assert cost.count(BACKBONES["vit_b16"], rank).forward == pytest.approx(2 * products, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_alignment_is_as_much_as_1_to_11_runs_of_peft_as_the_index_says() -> None:
     told = call(cost, "--backbone vit_b16,vit_h14")
     rows = [line.split("|") for line in told.splitlines() if ", vit" in line]

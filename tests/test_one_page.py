@@ -68,9 +68,14 @@ def test_its_losses_are_the_programs() -> None:
 
 @pytest.mark.parametrize("use_q", [True, False])
 def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q."""
+    """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q.
+
+    Smaller batches than the page's say the same. Its schedules follow T.
+    """
     T, N_L, N_U, warmup = 2, page.N_L, page.N_U, page.WARMUP
-    monkeypatch.setitem(page.algorithm_1.__globals__, "T", T)  # and so the schedules
+    small = {"BATCH_P": 8, "BATCH_D": 6}
+    for name, number in (small | {"T": T}).items():
+        monkeypatch.setitem(page.algorithm_1.__globals__, name, number)
     named, task = networks()
     theta, pool, _, _ = drawn(3)
     _, images, _, labels = drawn(4)
@@ -88,10 +93,10 @@ def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.Mo
     rng = torch.Generator().manual_seed(1)
 
     def pretext() -> Any:
-        for i in page.draws(len(pool), page.BATCH_P):
-            yield mae.Batch(pool[i], torch.rand(page.BATCH_P, page.PATCHES, generator=rng))
+        for i in page.draws(len(pool), small["BATCH_P"]):
+            yield mae.Batch(pool[i], torch.rand(len(i), page.PATCHES, generator=rng))
 
-    labelled = (Examples(images[i], labels[i]) for i in page.draws(len(labels), page.BATCH_D))
+    labelled = (Examples(images[i], labels[i]) for i in page.draws(len(labels), small["BATCH_D"]))
     steps: Any = SimpleNamespace(alternations=T, lower_steps=N_L, upper_steps=N_U, lam=page.LAM)
     loss_D = partial(downstream_loss, task.backbone)
     hypergrad = mfac if use_q else no_hypergradient

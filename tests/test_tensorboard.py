@@ -71,6 +71,7 @@ def test_every_command_writes_its_records(pretrained: Path) -> None:
     check_points(read_events(Path("p"))["loss"], losses)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_has_each_record_once(pretrained: Path) -> None:
     """Also those behind its last checkpoint, and those from before --tensorboard was given."""
     line = align_line(pretrained, "--alternations 60 --save-minutes 0.002 --out a")

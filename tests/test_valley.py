@@ -22,6 +22,8 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 if BROWSER is None:
     pytest.skip("no Chromium: apt-get install chromium", allow_module_level=True)
 
+pytestmark = pytest.mark.slow  # a browser is started for each
+
 KAPPA = np.array([0.25, 4.0])  # curvatures of the valley
 AIM = np.array([-105.0, -70.0])  # where L^D is least
 START = np.array([150.0, -95.0])  # θ_D at first
