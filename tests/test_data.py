@@ -31,6 +31,7 @@ from data import (
     batches,
     check_task,
     decode_once,
+    evenly_spaced,
     find_doubts,
     fingerprint,
     folder,
@@ -788,3 +789,7 @@ def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path
     second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
     assert first.min() < 255 and second.min() == 255
+
+
+def test_of_no_files_none_are_taken() -> None:
+    assert evenly_spaced([], 5) == []
