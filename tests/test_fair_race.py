@@ -1,6 +1,7 @@
 """The fair race: its analysis on simulated runs, and that its arms are what the commands do."""
 
 import re
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -118,11 +119,12 @@ def test_the_arms_are_what_align_and_finetune_compute(
 def test_a_cell_is_run_with_a_fresh_start_and_with_that_of_another_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {"direct": [Arm(0.03, 5)], "restart": [Arm(0.03, 5, first_epochs=5)]}
+    few = {"direct": [Arm(0.03, 2)], "restart": [Arm(0.03, 2, first_epochs=2)]}
     monkeypatch.setattr(fair_race, "CHOSEN", few)
+    monkeypatch.setattr(fair_race, "fine_tune", partial(fair_race.fine_tune, warmup=1))
     told = call(fair_race, f"--cell Tagalog:0 --out {tmp_path}")
     lines = re.findall(r"(?m)^(\w+): (\S+) %, work (\d+), \d+ CPU-s$", told)
-    assert [(name, work) for name, _, work in lines] == [("direct", "5"), ("restart", "10")]
+    assert [(name, work) for name, _, work in lines] == [("direct", "2"), ("restart", "4")]
     for _, accuracy, _ in lines:
         right = float(accuracy) / 100 * 119  # images of the test
         assert right == pytest.approx(round(right), abs=0.06)
