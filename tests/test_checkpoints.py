@@ -83,8 +83,14 @@ def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypat
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: download("http://x/y.pth", tmp_path / "hub/y.pth"), range(4)))
     assert fetched == ["http://x/y.pth"]
-    with pytest.raises(UsageError, match=r"y.pth/hub.*TORCH_HOME.*--weights"):
-        download("http://127.0.0.1:1/x.pth", tmp_path / "hub/y.pth/hub/x.pth")  # below a file
+
+
+def test_a_place_that_cannot_be_written_is_named_with_two_remedies(tmp_path: Path) -> None:
+    """Here it is below a file."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=rf"{tmp_path}/file/x\.pth") as raised:
+        download("http://127.0.0.1:1/x.pth", tmp_path / "file/x.pth")
+    assert "--weights FILE" in str(raised.value) and "TORCH_HOME" in str(raised.value)
 
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
