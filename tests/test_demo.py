@@ -1,14 +1,17 @@
 """The demo with two seeds and hardly any steps; what the figures of its full run are."""
 
 import csv
+import io
 import json
+import logging
 import multiprocessing
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,46 +32,86 @@ from support.files import sha256
 EPOCHS = 2
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+class Made(NamedTuple):
+    """A demo that has ended."""
+
+    out: Path
+    result: demo.Demo
+    processes: set[str]  # that aligned
+    log: str
+    settings: dict[str, Any]  # of each align run
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[None]:
     """Two seeds and hardly any steps, in the forked second process, too."""
     torch.set_num_threads(1)  # threads do not survive a fork
-    monkeypatch.setattr(demo, "get_context", lambda _: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(demo, "SEEDS", 2)
     few = {"alternations": 2, "warmup": 1, "probe_epochs": 1, "lower_steps": 2, "upper_steps": 2}
-    monkeypatch.setattr(demo, "ALIGN", demo.ALIGN | few)
-    monkeypatch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "get_context", lambda _: multiprocessing.get_context("fork"))
+        patch.setattr(demo, "SEEDS", 2)
+        patch.setattr(demo, "ALIGN", demo.ALIGN | few)
+        patch.setattr(demo, "PEFT", demo.PEFT | {"epochs": EPOCHS, "warmup_epochs": 0})
+        yield
 
 
-@pytest.mark.slow
-def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two processes are at it."""
-    caplog.set_level("INFO")
-    out = tmp_path / "d"
+@pytest.fixture(scope="module")
+def made(short: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A whole short demo."""
+    place = tmp_path_factory.mktemp("demo")
+    log = io.StringIO()
+    handler, logger = logging.StreamHandler(log), logging.getLogger("bisslight")
+    level = logger.level
 
     def align_and_say(*given: Any, **more: Any) -> AlignResult:
-        with (tmp_path / "processes").open("a") as file:
+        with (place / "processes").open("a") as file:
             file.write(f"{os.getpid()}\n")
         return align(*given, **more)
 
-    monkeypatch.setattr(demo, "align", align_and_say)
-    result = demo.demo(out)
-    assert len({*(tmp_path / "processes").read_text().split()}) == 2
-    assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in result.arms] == [
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "align", align_and_say)
+        result = demo.demo(place / "d")
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    processes = {*(place / "processes").read_text().split()}
+    return Made(place / "d", result, processes, log.getvalue(), demo.ALIGN)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_the_demo_compares_three_arms_of_ordinary_runs_in_a_picture(made: Made) -> None:
+    assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in made.result.arms] == [
         ("aligned", 2, "align run and PEFT"),
         ("direct", 2, "PEFT seed"),
         ("restart", 2, "PEFT and PEFT anew"),
     ]
-    settings = [json.loads((out / f"align/s{s}/config.json").read_text()) for s in range(2)]
-    assert [one["seed"] for one in settings] == [0, 1]  # each seed has an align run of its own
-    assert (demo.ALIGN | {"lam": 0.001}).items() <= settings[0].items()
-    again = json.loads((out / "restart/lr0.01-s101/config.json").read_text())
-    assert again["start_sha256"] == sha256(find_adapters(out / "direct")[1])
-    with Image.open(out / "demo.png") as picture:
+    with Image.open(made.out / "demo.png") as picture:
         assert picture.size[0] > 1000
 
+
+@pytest.mark.slow
+def test_two_processes_are_at_the_demo_and_none_is_told_of_the_other(made: Made) -> None:
+    assert len(made.processes) == 2
+    assert "another process" not in made.log
+
+
+@pytest.mark.slow
+def test_each_seed_has_an_align_run_and_a_restart_begins_where_direct_ended(made: Made) -> None:
+    settings = [read(made.out / f"align/s{seed}/config.json") for seed in range(2)]
+    assert [one["seed"] for one in settings] == [0, 1]
+    assert (made.settings | {"lam": 0.001}).items() <= settings[0].items()
+    again = read(made.out / "restart/lr0.01-s101/config.json")
+    assert again["start_sha256"] == sha256(find_adapters(made.out / "direct")[1])
+
+
+@pytest.mark.slow
+def test_the_script_prints_what_each_run_was_tested_with_and_how_long_it_took(made: Made) -> None:
+    out = made.out
     rows = [*csv.reader(call(experiments.demo, str(out)).splitlines())][1:]
     assert [(arm, int(seed)) for arm, seed, *_ in rows] == [
         ("aligned", 0), ("aligned", 1), ("direct", 0), ("direct", 1), ("restart", 100),
@@ -78,25 +121,31 @@ def test_the_demo_ends_in_ordinary_runs_and_a_picture_and_goes_on(
         tests = [line["test"] for line in read_records(out / arm / f"lr0.01-s{seed}")]
         expected = [tests[int(epoch) - 1]["accuracy"], tests[EPOCHS - 1]["accuracy"]]
         assert [float(at_chosen), float(at_last)] == pytest.approx(expected, abs=0.005)
-        took = json.loads((out / arm / f"lr0.01-s{seed}/result.json").read_text())["cpu_seconds"]
+        took = read(out / arm / f"lr0.01-s{seed}/result.json")["cpu_seconds"]
         assert float(own) == pytest.approx(took, abs=0.05)
         earlier = {"aligned": f"align/s{seed}", "restart": f"direct/lr0.01-s{int(seed) % 100}"}
         took = 0.0
         if arm in earlier:
-            took = json.loads((out / earlier[arm] / "result.json").read_text())["cpu_seconds"]
+            took = read(out / earlier[arm] / "result.json")["cpu_seconds"]
         assert float(before) == pytest.approx(took, abs=0.05)
-    tested = [value for arm in result.arms for value in arm.accuracies]
+    tested = [value for arm in made.result.arms for value in arm.accuracies]
     assert sorted(float(row[3]) for row in rows) == pytest.approx(sorted(tested), abs=0.005)
 
-    assert "another process" not in caplog.text
-    said = str(result).splitlines()[-1]
-    for arm in result.arms:
-        assert f"{arm.arm} {fmean(arm.accuracies):.1f} %" in said
-    assert said.endswith("No difference to aligned is significant (p is at least 0.05).")  # 2 seeds
 
-    made = (out / "align/s1/adapter.safetensors").stat().st_mtime_ns
-    assert demo.demo(out) == result  # finished runs are read
-    assert (out / "align/s1/adapter.safetensors").stat().st_mtime_ns == made
+@pytest.mark.slow
+def test_the_demo_says_what_came_out_and_that_two_seeds_decide_nothing(made: Made) -> None:
+    said = str(made.result).splitlines()[-1]
+    for arm in made.result.arms:
+        assert f"{arm.arm} {fmean(arm.accuracies):.1f} %" in said
+    assert said.endswith("No difference to aligned is significant (p is at least 0.05).")
+
+
+@pytest.mark.slow
+def test_a_finished_demo_is_read_again(made: Made) -> None:
+    adapter = made.out / "align/s1/adapter.safetensors"
+    written = adapter.stat().st_mtime_ns
+    assert demo.demo(made.out) == made.result
+    assert adapter.stat().st_mtime_ns == written
 
 
 def test_a_significant_difference_is_told_with_its_number() -> None:
