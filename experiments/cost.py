@@ -135,8 +135,12 @@ def count(arch: Arch, rank: int) -> PerImage:
 
 
 def rows_of(name: str, s: Sizes, per_image: PerImage, p_batch: int, passes: float) -> list[Record]:
-    """A row for each method: TFLOP of an alternation beside its passes, and buffers in GB."""
+    """A row for each method: what an alternation takes in lines 10 and 13, and its buffers.
+
+    `passes`: operations of all other lines of the alternation, with which they are compared.
+    """
     stored = 4 * s.K * s.m * s.p  # bytes of G in float32
+    # By method: operations of line 10, and of all lines 13; bytes of buffers.
     methods = {
         "identity": (0.0, 0.0, 0.0),
         "closed form": (*closed_form(s), stored),

@@ -49,13 +49,14 @@ class Point(NamedTuple):
 
 
 def main(out: Path = Path("runs/exact"), steps: int = 1500) -> None:
-    """Compare at a θ_P near the lower level's optimum, as the implicit function theorem has it."""
+    """Compare at a θ_P near the lower level's optimum: Eq. 5 comes from the theorem for there."""
     out.mkdir(parents=True, exist_ok=True)
     point = optimum(steps)
     H = dense_hessian(point)
     eigenvalues = torch.linalg.eigvalsh(H)
     smallest = float(eigenvalues[0])
     print(f"eigenvalues of H from {smallest:.3g} to {float(eigenvalues[-1]):.3g}")
+    # With the paper's N_L of 20. It is the trace of a block of M-FAC's F, which stands beside λI.
     squared = float(point.G[:, :20].square().sum(-1).mean())
     print(f"mean squared norm of a block's gradient {squared:.3g}")
     rows: list[Record] = []

@@ -114,7 +114,7 @@ def fine_tune(
     experiment = open_experiment(cfg)
     task = experiment.task
     fresh = experiment.new_theta(cfg.seed) if start is None else start
-    (theta,) = trainable({"theta": fresh}).values()
+    (theta,) = trainable({"theta": fresh}).values()  # a copy: candidates share a start
     head = experiment.new_head("peft head", cfg.seed)
     n = steps_per_epoch(len(task.train.targets), cfg.batch)
     optimiser = make_optimiser(cfg, [theta, *head.phi.values()], n)
@@ -127,10 +127,10 @@ def fine_tune(
         if epoch % 10 == 0 or epoch == epochs:
             curve[epoch] = experiment.score(task.test, theta, head.with_stats).accuracy
     val = experiment.score(task.val, theta, head.with_stats).accuracy
-    images = len(task.test.targets)
+    of_test = len(task.test.targets)
     of_val = len(task.val.targets)
-    held_out = (val * of_val + curve[epochs] * images) / (of_val + images)
-    return Tuned(theta.detach(), images, curve, held_out)
+    held_out = (val * of_val + curve[epochs] * of_test) / (of_val + of_test)
+    return Tuned(theta.detach(), of_test, curve, held_out)
 
 
 def main(cell: Annotated[str, typer.Option()], out: Path = Path("runs/fair_race")) -> None:

@@ -166,17 +166,21 @@ def verdict(found: Difference, p: float) -> str:
 
 
 def rows_of(runs: Sequence[Run], final: bool) -> list[Record]:
-    """The table; a verdict only where it is final."""
+    """A row for each arm, with what `aligned` gains over it.
+
+    `final`: all rounds are there, so there are verdicts.
+    """
     found = [difference(by_backbone(runs, "aligned", other)) for other in AGAINST]
     adjusted = holm([one.p for one in found])
+    heads = ("aligned minus this", "95 % interval", "p (Holm)", "verdict")
     rows: list[Record] = []
     for name in NAMES:
-        arm = [run for run in runs if run.name == name]
+        own = [run for run in runs if run.name == name]
         row = {
             "arm": name,
-            "work": f"{arm[0].arm.work:.0f}",
-            "CPU-s": f"{fmean(run.cpu for run in arm):.0f}",
-            "test (%)": f"{fmean(end(run) for run in arm):.1f}",
+            "work": f"{own[0].arm.work:.0f}",
+            "CPU-s": f"{fmean(run.cpu for run in own):.0f}",
+            "test (%)": f"{fmean(end(run) for run in own):.1f}",
         }
         cells = ["", "", "", ""]
         if name in AGAINST:
@@ -184,7 +188,6 @@ def rows_of(runs: Sequence[Run], final: bool) -> list[Record]:
             interval = f"{one.low:+.1f} to {one.high:+.1f}"
             words = verdict(one, p) if final else "not yet"
             cells = [f"{one.mean:+.1f}", interval, f"{one.p:.2g} ({p:.2g})", words]
-        heads = ("aligned minus this", "95 % interval", "p (Holm)", "verdict")
         rows.append(row | dict(zip(heads, cells, strict=True)))
     return rows
 

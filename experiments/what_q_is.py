@@ -103,8 +103,8 @@ def add_rows(path: Path) -> None:
                 file.write("\n".join(lines) + "\n")
 
 
-def both(rows: list[Record], case: tuple[float, ...], name: str) -> list[float]:
-    """A number of each alphabet in a case (N_L, λ, c)."""
+def of_alphabets(rows: list[Record], case: tuple[float, ...], name: str) -> list[float]:
+    """The number of this name that each alphabet has in a case (N_L, λ, c)."""
     return [row[name] for row in rows if tuple(row.values())[:3] == case]
 
 
@@ -115,13 +115,17 @@ def table(rows: list[Record], cases: list[tuple[float, float, float]], names: st
         line: Record = dict(zip(("N_L", "λ", "c"), (f"{x:g}" for x in case), strict=True))
         for name in names.split():
             style = ".4f" if name.startswith(("ratio", "cosine", "loss", "dist")) else ".2g"
-            line[name] = ", ".join(f"{x:{style}}" for x in both(rows, case, name))
+            line[name] = ", ".join(f"{x:{style}}" for x in of_alphabets(rows, case, name))
         lines.append(line)
     return markdown(lines)
 
 
 def draw(rows: list[Record], path: Path) -> None:
-    """What M-FAC and N make of g, and the two conditions, against λ; means of two alphabets."""
+    """Left what M-FAC and N make of g, right whether the pull and M-FAC act, both against λ.
+
+    Points are means of the two alphabets. Each curve has its axes, a name in `rows`, its words and
+    N_L; all have c = 1.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     curves = [(left, "ratio_F", f"|q|/|g|, M-FAC, N_L {n:g}", n) for n in (5.0, 20.0, 80.0)]
     curves.append((left, "ratio_N", "|q|/|g|, Gauss-Newton", 20.0))
@@ -129,7 +133,7 @@ def draw(rows: list[Record], path: Path) -> None:
     curves.append((right, "acts", "M-FAC acts: |∇L$^P$|² / λ", 20.0))
     curves.append((right, "product", "their product: |∇L$^P$| |δ|", 20.0))
     for axes, name, label, n in curves:
-        y = [fmean(both(rows, (n, lam, 1.0), name)) for lam in LAMBDAS]
+        y = [fmean(of_alphabets(rows, (n, lam, 1.0), name)) for lam in LAMBDAS]
         axes.plot(LAMBDAS, y, "o-", label=label, linewidth=1.5, markersize=4)
         axes.set(xscale="log", xlabel="λ")
         axes.legend(fontsize=8)

@@ -1,7 +1,7 @@
 """Program: `bisslight data check`, which opens every image of a data set before a run does."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -54,7 +54,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     pool = Pool(found.images, left_out=found.left_out)
     holds = describe(pool)
     problems: list[str] = []
-    task: Task | None = None
+    task: Task | None = None  # of a folder: copies are looked for there alone
     is_task = len(subfolders(place)) > 1 or (place / "train").is_dir()
     with collected(problems):
         if name in BENCHMARKS:
@@ -67,17 +67,17 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         else:
             holds = [f"a pool, since there are no class folders; {holds[0]}", *holds[1:]]
 
-    told = "\n".join(problems)
+    told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
-    files_by_digest = defaultdict[str, list[Path]](list)
+    readable: list[Path] = []
     for file in found.images:
         with overheard() as said:
             fault = find_fault(file)
         problems += [fault] if fault else [f"{file}: its decoder warns ({text})" for text in said]
-        if task and not fault:
-            files_by_digest[sha256(file)].append(file)
+        if not fault:
+            readable.append(file)
     if task:
-        problems += find_copies(task, files_by_digest.values())
+        problems += find_copies(task, readable)
     return Check(
         name=name,
         images=len(found.images),
@@ -87,11 +87,14 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     )
 
 
-def find_copies(task: Task, groups: Iterable[Sequence[Path]]) -> list[str]:
-    """A problem for each group of two or more files of one content: where they are.
+def find_copies(task: Task, files: Iterable[Path]) -> list[str]:
+    """A problem for each content that two or more of the files have: where they are.
 
-    Also of one class: a split by hash may part them.
+    Those of one class count, too, since a split by hash may part them.
     """
+    groups = defaultdict[str, list[Path]](list)  # by content
+    for file in files:
+        groups[sha256(file)].append(file)
     kinds: dict[Path, str] = {}
     parts: dict[Path, str] = {}
     for name in SPLITS:
@@ -100,14 +103,14 @@ def find_copies(task: Task, groups: Iterable[Sequence[Path]]) -> list[str]:
             kinds[file] = task.classes[label]
             parts[file] = name
     problems = []
-    for files in groups:
+    for first, *copies in groups.values():
+        if not copies:
+            continue
         where = ""
         for of_file, what in ((kinds, "classes"), (parts, "parts")):
-            names = sorted({of_file[file] for file in files if file in of_file})
+            names = sorted({of_file[file] for file in (first, *copies) if file in of_file})
             if len(names) > 1:
                 where += f", in {len(names)} {what}: {', '.join(names)}"
-        if len(files) > 1:
-            first, *copies = files
-            same = ", ".join(str(file) for file in copies)
-            problems.append(f"{same}: is the same as {first}{where}")
+        same = ", ".join(str(file) for file in copies)
+        problems.append(f"{same}: is the same as {first}{where}")
     return problems

@@ -4,6 +4,7 @@ Nothing is written. A few steps are taken with the run's own networks and images
 arithmetic: validation, checkpoints and a busy machine come on top of it.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -110,7 +111,7 @@ def describe_length(cfg: AlignConfig | FinetuneConfig, images: int) -> str:
             f"{cfg.probe_epochs} epochs of linear probing, {cfg.alternations} alternations of "
             f"{cfg.lower_steps} lower and {cfg.upper_steps} upper steps"
         )
-    steps = -(-images // cfg.batch)  # rounded up
+    steps = math.ceil(images / cfg.batch)
     return f"{count_trials(cfg)} trials of {cfg.epochs} epochs of {steps} steps"
 
 
@@ -155,7 +156,22 @@ def try_out(cfg: AlignConfig | FinetuneConfig, out: Path) -> Record:
 
 
 def align_seconds(experiment: Experiment[AlignConfig]) -> dict[str, float]:
-    """Return the seconds of a lower and an upper step, of a validation batch, and of all.
+    """Return the seconds of a lower and an upper step, of a validation batch, and of all."""
+    cfg = experiment.cfg
+    lower, upper = step_seconds(experiment)
+    alternation = cfg.lower_steps * lower + cfg.upper_steps * upper
+    # A step of linear probing is about half an upper one.
+    probe = cfg.probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper / 2
+    val = validation_seconds(experiment)
+    val_batches = math.ceil(len(experiment.task.val.targets) / VAL_BATCH)
+    # Both adapters are validated.
+    validations = 2 * math.ceil(cfg.alternations / cfg.eval_every) * val_batches * val
+    whole = probe + cfg.alternations * alternation + validations
+    return {"lower step": lower, "upper step": upper, "validation batch": val, "all": whole}
+
+
+def step_seconds(experiment: Experiment[AlignConfig]) -> tuple[float, float]:
+    """Return the seconds of a lower step, and of an upper one; 0 where a run has none of these.
 
     Two alternations of one step a level are run, of which the first one warms up.
     """
@@ -165,37 +181,32 @@ def align_seconds(experiment: Experiment[AlignConfig]) -> dict[str, float]:
         alternations=2, lower_steps=1, upper_steps=min(1, cfg.upper_steps), lam=cfg.lam
     )
     pretext, downstream = batches_left(experiment, prepared)
-    asked: list[float] = []  # when a batch of either level was asked for
+    times: list[float] = []  # when a batch was asked for, and when an alternation was done
     logs = algorithm_1(
         prepared.state,
         steps,
         prepared.pretext_task,
         prepared.head.loss,
         prepared.hypergrad,
-        noting(pretext, asked),
-        noting(downstream, asked),
+        noting(pretext, times),
+        noting(downstream, times),
         experiment.passes,
         "cpu" if cfg.mfac_device == "cpu" else None,
         partial(prepared.head.loss, regularise=True),
     )
     for _ in logs:  # its numbers are read from the device, so all its work is done
-        asked.append(time.perf_counter())
-    *_, begin, middle, end = asked if cfg.upper_steps else [*asked, asked[-1]]
-    lower, upper = middle - begin, end - middle
-    val = validation_seconds(experiment)
-    images = len(experiment.task.val.targets)
-    # Both adapters are validated; a step of linear probing is about half an upper one.
-    validations = 2 * -(-cfg.alternations // cfg.eval_every) * -(-images // VAL_BATCH) * val
-    probe = cfg.probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper / 2
-    alternation = cfg.lower_steps * lower + cfg.upper_steps * upper
-    whole = probe + cfg.alternations * alternation + validations
-    return {"lower step": lower, "upper step": upper, "validation batch": val, "all": whole}
+        times.append(time.perf_counter())
+    if not cfg.upper_steps:
+        lower_asked, done = times[-2:]
+        return done - lower_asked, 0.0
+    lower_asked, upper_asked, done = times[-3:]
+    return upper_asked - lower_asked, done - upper_asked
 
 
-def noting(batches: Iterator[T], asked: list[float]) -> Iterator[T]:
+def noting(batches: Iterator[T], times: list[float]) -> Iterator[T]:
     """Yield the batches; when one is asked for, note the time first."""
     while True:
-        asked.append(time.perf_counter())
+        times.append(time.perf_counter())
         yield next(batches)
 
 
@@ -217,8 +228,8 @@ def finetune_seconds(experiment: Experiment[FinetuneConfig]) -> dict[str, float]
     ]
     step = times[1] - times[0]
     val = validation_seconds(experiment)
-    batches = -(-len(experiment.task.val.targets) // VAL_BATCH)  # rounded up
-    validations = -(-cfg.epochs // cfg.eval_epochs) * batches
+    val_batches = math.ceil(len(experiment.task.val.targets) / VAL_BATCH)
+    validations = math.ceil(cfg.epochs / cfg.eval_epochs) * val_batches
     whole = count_trials(cfg) * (cfg.epochs * epoch_steps * step + validations * val)
     return {"training step": step, "validation batch": val, "all": whole}
 
