@@ -191,7 +191,7 @@ def test_the_examples_task_runs_under_its_own_name() -> None:
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
     line = commands()[0].replace("examples/", "")
-    line += " --alternations 8 --lower-steps 8 --upper-steps 1 --p-batch 32 --d-batch 16"
+    line += " --alternations 4 --lower-steps 8 --upper-steps 1 --p-batch 32 --d-batch 16"
     line += " --probe-epochs 1 --quiet --out a"
     done(line)
     losses = [record["loss_P"] for record in read_records(Path("a"))[1:]]
@@ -222,7 +222,9 @@ def test_rounding_moves_theta_of_ijepa_and_no_loss(
 
     AdamW divides each gradient by its own size, so tiny ones move θ as far as others do.
     """
-    line = align_line(pretrained, "--rank 4 --lower-steps 3 --p-batch 12 --d-batch 8", "ijepa")
+    line = align_line(
+        pretrained, "--rank 4 --lower-steps 3 --p-batch 12 --d-batch 8 --eval-every 3", "ijepa"
+    )
     done(f"{line} --out plain")
     exact = Passes.value_and_gradients
     g = torch.Generator().manual_seed(0)

@@ -51,6 +51,7 @@ def numbers(row: str) -> list[float]:
     return [float(number) for cell in cells for number in re.findall(r"[\d.]+", cell)]
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_that_the_script_prints() -> None:
     """Up to 5 %: how torch divides an operation into others changes with its version."""
     page = (ROOT / "experiments/cost.md").read_text()

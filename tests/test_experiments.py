@@ -176,15 +176,11 @@ def test_lora_has_as_many_parameters_as_the_paper_says() -> None:
         np.testing.assert_allclose(np.array(ours) / 1e6, paper, rtol=0, atol=0.0101)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags", "printed"),
     [
-        pytest.param(
-            lora_rank,
-            "--ranks 1,2",
-            ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"],
-            marks=pytest.mark.slow,
-        ),
+        (lora_rank, "--ranks 1,2", ["| 1 |", "| 2 |", "| tuned-mfac |", "| direct |"]),
         (attention_rollout, "--images 2", ["BiSSLight + PEFT: entropy"]),
         (similarity, "", ["| pretrained | mfac |", "| pretrained | cg |", "| mfac | cg |"]),
     ],

@@ -41,6 +41,7 @@ def test_each_character_has_ten_three_and_seven_drawers_who_change_with_the_seed
     assert not torch.equal(torch.as_tensor(task.test.images), torch.as_tensor(other.test.images))
 
 
+@pytest.mark.slow
 def test_the_file_is_what_the_published_archives_make(tmp_path: Path) -> None:
     folder = SHARED / "data/omniglot"
     if not folder.exists():

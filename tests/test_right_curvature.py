@@ -192,6 +192,7 @@ def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
         torch.testing.assert_close(inverse(query).flatten(), dense, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_residual_of_each_query_is_that_of_eq_5(monkeypatch: pytest.MonkeyPatch) -> None:
     """More directions make it smaller; arms without N have none."""
     task = omniglot_task("Tagalog", 0)

@@ -43,7 +43,7 @@ class Coupled:
         return fit + 0.1 * phi.square().sum() + theta.pow(4).sum()
 
     def lower(self, theta_D: Tensor) -> Tensor:
-        """θ_P* and φ_P* in one vector: 40 steps of Newton's method on Eq. 4.
+        """θ_P* and φ_P* in one vector: at most 40 steps of Newton's method on Eq. 4.
 
         A step goes downhill along each eigenvector of the Hessian, also where that is negative.
         """
@@ -56,6 +56,8 @@ class Coupled:
             slope = torch.autograd.functional.jacobian(eq_4, z)
             kappa, u = torch.linalg.eigh(torch.autograd.functional.hessian(eq_4, z))
             z = z - u @ (u.T @ slope / kappa.abs())
+            if slope.abs().max() < 1e-9:  # the step squares what is left of it
+                break
         return z
 
     def upper(self, theta_D: Tensor) -> Tensor:
