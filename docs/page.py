@@ -94,7 +94,9 @@ def show_fence(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) ->
     """A block: a formula, whose last words may be its number, or anything else as it is."""
     content = tokens[at].content
     if tokens[at].info != "math":
-        return f"<pre>{escape(content)}</pre>\n"
+        text = re.sub("(?<! ) (?! )", "\N{NO-BREAK SPACE}", escape(content))  # columns stay whole
+        lines = re.sub(r"(.*)\n", r'<span class="line" style="--i:0">\1</span>', text)
+        return f"<pre>{lines}</pre>\n"
     numbered = re.fullmatch(r"(.*)\\qquad \(\\text\{(.*)\}\)\s*", content, re.S)
     latex, name = numbered.groups() if numbered else (content, "")
     shown = mathml(latex, "block")
@@ -107,8 +109,8 @@ def show_image(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) ->
 
 
 def show_link(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
-    """A link; a file of the repository has the base address of all of them."""
-    link = str(tokens[at].attrs["href"])
+    """A link; one to the page stays in it, any other file has the base address of all of them."""
+    link = str(tokens[at].attrs["href"]).replace(f"{PAGE.name}#", "#")
     if not re.match(r"https:|#", link):
         link = FILES + posixpath.normpath(posixpath.join("docs", link))
     return f'<a href="{escape(link)}">'

@@ -5,8 +5,7 @@ take the page's colours, light or dark.
 
     descent.svg   notebook 1's last picture: where a descent ends with each of six hypergradients
     letters.svg   what the decoder fills in
-    accuracy.svg  the accuracies that page.md shows, as recorded there
-    factors.svg   λ / (κ + λ), with what M-FAC sees in this run and what is there
+    factors.svg   λ / (κ + λ), with what M-FAC sees in this run, and the matrix of Gauss and Newton
 """
 
 import contextlib
@@ -27,7 +26,9 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
-GAUSS_NEWTON = (2.8, 4.7)  # κ / λ along g at the paper's λ: experiments/what_q_is.md
+# at the paper's λ, of experiments/what_q_is.md:
+GAUSS_NEWTON = (2.8, 4.7)  # the mean curvature along g, over λ
+KEPT = (0.56, 0.62)  # |q|/|g|
 STYLE = """<style>
 #ID text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 #ID .faint { fill: #59636e; font-size: 12px }
@@ -38,14 +39,15 @@ STYLE = """<style>
 #ID text.blue { fill: #0072b2; stroke: none } #ID text.ochre { fill: #8a5a00; stroke: none }
 #ID text.red { fill: #cf222e; stroke: none } #ID text.green { fill: #116329; stroke: none }
 #ID .band { stroke: none; opacity: .2 } #ID .band.blue { fill: #0072b2 }
-#ID .band.ochre { fill: #b07400 } #ID .ink { fill: #1f2328; stroke: none }
+#ID .mean.ochre { fill: #b07400; stroke: none } #ID .ink { fill: #1f2328; stroke: none }
 #ID .hidden { fill: #59636e; opacity: .2; stroke: none }
 @media screen and (prefers-color-scheme: dark) {
 #ID text { fill: #f0f6fc } #ID .faint { fill: #a9b4c0 } #ID path { stroke: #8b949e }
 #ID .axis { stroke: #6e7681 } #ID .blue { stroke: #56b4e9 } #ID .ochre { stroke: #e69f00 }
 #ID .red { stroke: #ff7b72 } #ID .green { stroke: #7ee787 } #ID text.blue { fill: #56b4e9 }
 #ID text.ochre { fill: #e69f00 } #ID text.red { fill: #ff7b72 } #ID text.green { fill: #7ee787 }
-#ID .band { stroke: none } #ID .band.blue { fill: #56b4e9 } #ID .band.ochre { fill: #e69f00 }
+#ID .band { stroke: none } #ID .band.blue { fill: #56b4e9 }
+#ID .mean.ochre { fill: #e69f00; stroke: none }
 #ID .ink { fill: #f0f6fc; stroke: none } #ID .hidden { fill: #a9b4c0; stroke: none } }
 </style>
 """
@@ -132,7 +134,7 @@ def descent() -> None:
         "descent",
         "Descent on Eq. 3 with six hypergradients",
         "Loss of Eq. 3 above its minimum, by step. With the exact q and with 50 products of "
-        "conjugate gradients it falls without end; with M-FAC to 0.1, with BiSSL's conjugate "
+        "conjugate gradients it falls without end; with M-FAC to 0.15, with BiSSL's conjugate "
         "gradients to 2.5, with q = g to 10.",
     )
     kinds = ("green", "dots", "blue", "blue dots", "ochre", "red")
@@ -200,60 +202,33 @@ def letters(ran: dict[str, Any]) -> None:
     plot.save(height=298)
 
 
-def accuracy() -> None:
-    """The accuracies in page.md."""
-    told = re.findall(r"(?m)^epoch +(\d+): (.*)", (HERE / "page.md").read_text())
-    x = scale(5, 25, LEFT + 12, WIDTH - RIGHT - 76)
-    y = scale(30, 65, HEIGHT - BOTTOM, TOP)
-    plot = Plot(
-        "accuracy",
-        "Test accuracy by epoch of PEFT",
-        "After five epochs the two aligned runs are far ahead, at 50 and 47 against 32 per cent. "
-        "From epoch ten on all three lie close together.",
-    )
-    for column, (name, kind) in enumerate(
-        [("PEFT", "red"), ("BiSSLight", "blue"), ("q = 0", "ochre")]
-    ):
-        values = [
-            (int(epoch), float(re.findall(r"([\d.]+) %", rest)[column])) for epoch, rest in told
-        ]
-        plot.path([(x(epoch), y(value)) for epoch, value in values], kind)
-        plot.words(x(25) + 8, y(values[-1][1]) + (9 if name == "BiSSLight" else 2), name, kind)
-    plot.axes(
-        [(x(n), str(n)) for n in (5, 10, 15, 20, 25)],
-        [(y(n), str(n)) for n in (30, 40, 50, 60)],
-        "epoch of PEFT",
-        "test accuracy, %",
-    )
-    plot.save()
-
-
 def factors(kappa: float) -> None:
-    """The factor of Eq. 5 by curvature, and where M-FAC and Gauss-Newton's matrix are."""
+    """The factor of Eq. 5 by curvature, and what M-FAC and the matrix of Gauss and Newton find."""
     x = scale(-4, 2, LEFT, WIDTH - RIGHT)
     y = scale(0, 1.05, HEIGHT - BOTTOM, TOP)
     plot = Plot(
         "factors",
         "The factor λ / (κ + λ), by curvature",
         f"The factor falls from 1, where the curvature κ is small beside λ, to 0. M-FAC sees κ up "
-        f"to {kappa} λ, where the factor is near 1. By Gauss-Newton's matrix κ along g is "
-        f"{GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ, where the factor is about 0.2.",
+        f"to {kappa} λ, where the factor is near 1. By the matrix of Gauss and Newton the mean "
+        f"curvature along g is {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ, where the factor is about "
+        f"0.2; but of g, which has parts in flatter directions, q keeps {KEPT[0]} to {KEPT[1]}.",
     )
     low, high = np.log10(GAUSS_NEWTON)
     plot.box(x(-4), TOP, x(np.log10(kappa)) - x(-4), HEIGHT - BOTTOM - TOP, "band blue")
-    plot.box(x(low), TOP, x(high) - x(low), HEIGHT - BOTTOM - TOP, "band ochre")
+    plot.box(x(low), y(KEPT[1]), x(high) - x(low), y(KEPT[0]) - y(KEPT[1]), "mean ochre")
     plot.path([(x(n), y(1 / (10**n + 1))) for n in np.linspace(-4, 2, 121)], "curve")
     plot.words(x(-4) + 10, y(0.62), "what M-FAC sees:", "blue")
     plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
-    plot.words(x(low) - 8, y(0.2), "what is there along g:", "ochre", "end")
-    plot.words(
-        x(low) - 8, y(0.2) + 18, f"κ {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ", "ochre", "end"
-    )
+    plot.words(WIDTH - RIGHT, y(0.96), "by Gauss and Newton:", "ochre", "end")
+    mean = f"mean {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ along g,"
+    plot.words(WIDTH - RIGHT, y(0.96) + 18, mean, "ochre", "end")
+    plot.words(WIDTH - RIGHT, y(0.96) + 36, f"|q| is {KEPT[0]} to {KEPT[1]} |g|", "ochre", "end")
     plot.axes(
         [(x(n), power(n)) for n in range(-4, 3)],
         [(y(n), f"{n:.1f}") for n in (0, 0.5, 1)],
-        "curvature κ in a direction, in units of λ",
-        "share of g that q keeps",
+        "curvature κ of a direction, in units of λ",
+        "share of g that q keeps there",
     )
     plot.save()
 
@@ -275,7 +250,6 @@ def main() -> None:
         f"M-FAC sees κ up to {kappa} λ, on at most {max(int(share) for _, share in sees)} % of |g|²"
     )
     letters(ran)
-    accuracy()
     factors(kappa)
 
 

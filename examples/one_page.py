@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "support"  # with the images, 
 # --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with stored gradients for ∇²L^P, each layer k by itself -------
 def eq_7(G_k):  # a layer's stored gradients, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
     M_k = []
-    for grad_P in G_k:  # in float64: where λ is small beside F, the two terms of v_i nearly cancel
+    for grad_P in G_k:  # in float64
         v_i = grad_P / LAM - sum(v_j * (v_j @ grad_P) / (len(G_k) + d_j) for v_j, d_j in M_k)
         M_k.append((v_i, v_i @ grad_P))
     return M_k
@@ -112,7 +112,7 @@ def layer(x, w, name, row=None):
         A_query, B_query, A_value, B_value = row.view(4, R, DIM)
         W = W + torch.cat([B_query.T @ A_query, torch.zeros_like(W[:DIM]), B_value.T @ A_value])
     y = nnf.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
-    y = y.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, B, HEADS, tokens, dim / HEADS)
+    y = y.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, images, HEADS, tokens, width)
     y = nnf.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
     x = x + linear(y, w, f"{name}.attn.proj")
     y = nnf.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
@@ -157,7 +157,7 @@ def draws(n, size):  # indices of images, `size` at a time: passes in random ord
         yield from torch.randperm(n, generator=rng)[: n - n % size].view(-1, size)
 def trainable(tensors):
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-# --- The run --------------------------------------------------------------------------------------
+# --- Images, and a picture ------------------------------------------------------------------------
 def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); paper is 0 and ink is 1
     grey = np.concatenate([np.load(FOLDER / "omniglot.npz")[name] for name in alphabets])
     return torch.from_numpy(grey)[:, :, None].repeat(1, 1, 3, 1, 1) / 3
