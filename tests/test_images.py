@@ -32,7 +32,7 @@ def read(path: Path) -> Pixels:
 
 
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Grey, a palette, one bit, the first frame of several."""
+    """Grey, a palette, one bit."""
     a = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
     grey, rgb = Image.fromarray(a[..., 0], "L"), Image.fromarray(a)
     images: dict[str, Any] = {
@@ -46,8 +46,14 @@ def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
     for name, (image, pixels) in images.items():
         image.save(tmp_path / name)
         assert (read(tmp_path / name) == pixels).all(), name
-    rgb.save(tmp_path / "two.png", save_all=True, append_images=[Image.fromarray(255 - a)])
-    assert (read(tmp_path / "two.png") == a).all()
+
+
+def test_of_several_pages_the_first_is_taken_and_a_warning_says_how_many(tmp_path: Path) -> None:
+    a = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
+    first, second = Image.fromarray(a), Image.fromarray(255 - a)
+    first.save(tmp_path / "two.png", save_all=True, append_images=[second])
+    with pytest.warns(UserWarning, match="2 pages, the first"):
+        assert (read(tmp_path / "two.png") == a).all()
 
 
 @pytest.mark.parametrize(
