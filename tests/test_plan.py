@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from toy import MAE_RUN, PEFT_STEPS, align_line, contents, done, finetune_line, refusal
+from toy import MAE_RUN, PEFT_STEPS, align_line, contents, done, finetune_line, refusal, run
 
 from config import AlignConfig, Arch, FinetuneConfig
 from extras.plan import count_trials, describe_length, describe_network, in_hours
@@ -75,3 +75,9 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["weights"].endswith("mae_pretrain_vit_base_full.pth, to be fetched, 448 MB")
     assert plan["network"].startswith("12 layers")
+
+
+def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
+    said = run("finetune --backbone vit_l16 --dataset cub200 --dry-run").err
+    assert "data/CUB_200_2011 is not here; see --data-root, or `bisslight data download" in said
+    assert "Errno" not in said
