@@ -88,7 +88,7 @@ class Cost(NamedTuple):
 
 
 def row_of(method: str, what: str, cost: Cost, backbone: str) -> Record:
-    """A row of the table, with the paper's figure beside ours."""
+    """A row of the table, with the paper's figure beside ours; `what` was measured of a method."""
     row = {"method": method, "of": what, "seconds": "out of memory, see --micro-batch"}
     if cost.seconds is not None:
         row["seconds"] = f"{cost.seconds:.3g}"

@@ -98,9 +98,9 @@ def without_seed(info: AdapterInfo) -> AdapterInfo:
     Of images that are known by their digest, the place may differ: each computer has its own copy.
     """
     unlike_paper = dict(info.unlike_paper)
-    changes = {"seed": None, "versions": None, "seen": None, "unlike_paper": unlike_paper}
     if info.pool_sha256:
         unlike_paper.pop("pool", None)
+    changes = {"seed": None, "versions": None, "seen": None, "unlike_paper": unlike_paper}
     if info.data_sha256:
         changes["dataset"] = None
     return info.model_copy(update=changes)
