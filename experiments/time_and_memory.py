@@ -26,7 +26,7 @@ from torch import Tensor
 
 from align import choose_hypergradient, start_state
 from bisslight import Log, Passes, PretextTask, algorithm_1
-from config import AlignConfig, FinetuneConfig, Record, keep_known
+from config import AlignConfig, Arch, FinetuneConfig, Record, keep_known
 from experiments.recipe import Backbone, Set, read_settings, run_script, write_table
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
@@ -121,7 +121,6 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     network = random_network(cfg, device)
     if keeps_weights_in_bfloat16(cfg, device):
         keep_in_bfloat16(network)
-    amp = uses_autocast(cfg, device)
     arch = arch_of({}, cfg)
     with device:
         decoder = build_head(arch, cfg.pretext)
@@ -130,23 +129,33 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     task: PretextTask[Any] = build_pretext_task(cfg, network, decoder, lower_steps, theta)
     phi_D = trainable(init_head(arch.dim, CLASSES, g), device)
     state, _ = start_state(cfg, theta, task.phi, phi_D)
-    images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)
-    drawn = [tensor.to(device) for tensor in task.draw(cfg.p_batch, g)]
-    autocast = torch.autocast(device.type, torch.bfloat16) if amp else nullcontext()
-    with autocast:
-        prepared = task.prepare(images[: cfg.p_batch], *drawn)
-    pretext = repeat(prepared)
-    labels = torch.arange(cfg.d_batch, device=device) % CLASSES
-    drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
-    downstream = repeat(Examples(images[: cfg.d_batch], labels, drop))
+    pretext, downstream = same_batches(cfg, task, arch, device, g)
     loss_D = partial(downstream_loss, network)
     train_D = partial(loss_D, regularise=True)  # with drop path
     inverse = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
-    passes = Passes(cfg.micro_batch, amp)
+    passes = Passes(cfg.micro_batch, uses_autocast(cfg, device))
     yield from algorithm_1(
         state, cfg, task, loss_D, inverse, pretext, downstream, passes, store, train_D
     )
+
+
+def same_batches(
+    cfg: AlignConfig,
+    task: PretextTask[Any],
+    arch: Arch,
+    device: torch.device,
+    g: torch.Generator,
+) -> tuple[Iterator[Any], Iterator[Examples]]:
+    """A pretext batch and a labelled one of random images, each of them again and again."""
+    images = random_images(arch.image_size, max(cfg.p_batch, cfg.d_batch), device)
+    drawn = [tensor.to(device) for tensor in task.draw(cfg.p_batch, g)]
+    amp = uses_autocast(cfg, device)
+    with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
+        prepared = task.prepare(images[: cfg.p_batch], *drawn)
+    labels = torch.arange(cfg.d_batch, device=device) % CLASSES
+    drop = drop_path(cfg.drop_path, arch.depth, cfg.d_batch, g).to(device)
+    return repeat(prepared), repeat(Examples(images[: cfg.d_batch], labels, drop))
 
 
 def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterator[Tensor]:
