@@ -117,6 +117,7 @@ def mean_accuracy(run: Path) -> str:
     return f"{np.mean([test['accuracy'] for test in tests]):.1f} ±"
 
 
+@pytest.mark.slow
 def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
     weights: Path, tmp_path: Path
 ) -> None:

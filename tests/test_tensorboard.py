@@ -58,6 +58,7 @@ def check_align(run: Path) -> None:
         check_points(curves[name], expected)
 
 
+@pytest.mark.slow
 def test_every_command_writes_its_records(pretrained: Path) -> None:
     done(align_line(pretrained, "--out a --tensorboard"))
     check_align(Path("a"))
