@@ -120,7 +120,7 @@ def end(run: Run) -> float:
 
 
 def by_backbone(runs: Sequence[Run], arm: str, against: str) -> list[float]:
-    """For each backbone the mean difference of two arms over its cells, seed by seed."""
+    """For each backbone the mean difference of two arms, by name, over its cells, seed by seed."""
     accuracy = {(run.name, run.cell): end(run) for run in runs}
     cells = {run.cell for run in runs}
     means = []

@@ -71,7 +71,7 @@ class Unit(NamedTuple):
 class Run(NamedTuple):
     """One run and what it ended with, a line of a file."""
 
-    name: str
+    name: str  # of the arm
     arm: Arm
     cell: Cell
     images: int  # of the test

@@ -122,7 +122,7 @@ def check_settings(start: Start, cfg: FinetuneConfig) -> None:
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
     """Refuse (UsageError) adapters of other weights, and those that have seen the test images."""
     backbone = experiment.backbone
-    p = 4 * experiment.cfg.rank * backbone.dim  # numbers of LoRA in each layer
+    p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
     files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
     for file in sorted(files):
         theta, _, info = load_adapter(file)

@@ -36,6 +36,7 @@ from data import (
     fingerprint,
     folder,
     overheard,
+    read_folder,
     read_image,
     stream,
 )
@@ -793,3 +794,13 @@ def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path
 
 def test_of_no_files_none_are_taken() -> None:
     assert evenly_spaced([], 5) == []
+
+
+def test_images_below_a_linked_folder_are_no_links(tmp_path: Path) -> None:
+    """The folder is told; to remove the images, as a fault of each would ask, would lose them."""
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("a", "c") for k in range(6)])
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "c/link.png").symlink_to(tmp_path / "c/0.png")  # of its own class
+    _, faults = read_folder(tmp_path, 0)
+    assert not [fault for fault in faults if "is a link to an image" in fault and "/a/" in fault]
+    assert any("b" in fault and "folder" in fault for fault in faults)
