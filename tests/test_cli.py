@@ -43,6 +43,22 @@ OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
+# --- numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("flag", ["--lr", "--save-minutes"])
+def test_a_number_that_is_not_finite_is_refused_in_a_line(flag: str, number: str) -> None:
+    said = refusal(f"finetune --backbone vit_mini --dataset quilts {flag} {number}")
+    assert re.fullmatch(rf"error: {flag}: '?{number}'? is not a finite number", said)
+
+
+@pytest.mark.parametrize("flag", ["--lam", "--d-lr"])
+def test_a_number_of_align_that_is_not_finite_is_refused_in_a_line(flag: str) -> None:
+    said = refusal(f"align --backbone vit_mini --dataset quilts {flag} nan")
+    assert said == f"error: {flag}: nan is not a finite number"
+
+
 # --- results ------------------------------------------------------------------------------------
 
 

@@ -76,7 +76,7 @@ def finished(
     del config["lr"], config["seeds"], config["grid_seeds"]
     config |= {"seed": seed, "weights_sha256": "b"} | changes
     config |= {"command": "finetune", "images": {"train": 1, "val": 1, "test": images}}
-    config.setdefault("data_sha256", f"{config['dataset']} {config['data_seed']}")
+    config.setdefault("data_sha256", f"2:{config['dataset']} {config['data_seed']}")
     config["start"] = by and "/aligned"
     said: dict[str, Any] = {}
     if by:
@@ -212,6 +212,47 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     assert version == "version: made by bisslight 2 (one: made by bisslight 1)"
     both = told("both", versions=("bisslight 1", "bisslight 2"))
     assert both == "both: by several versions: bisslight 1; bisslight 2"
+
+
+def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_path: Path) -> None:
+    """A file of a task that was edited between two align runs has another digest."""
+    on: Any = {"pretext": "rotation", "pretext_sha256": "1" * 64}
+    one = finished(tmp_path / "one", [70.0], by="mfac", origin=on)
+    edited = finished(
+        tmp_path / "edited", [70.0], by="mfac", origin=on | {"pretext_sha256": "2" * 64}
+    )
+    mae = finished(tmp_path / "mae", [70.0], by="mfac")
+    found = evaluate([one, one, edited, mae]).arms
+    there = "align with pretext task rotation (11111111)"
+    assert found[1].differs == {}
+    assert found[2].differs["align_pretext"] == (
+        "align with pretext task rotation (22222222)",
+        there,
+    )
+    assert found[3].differs["align_pretext"] == ("align with pretext task mae", there)
+
+
+def test_seeds_whose_pretext_task_has_another_content_are_no_arm(tmp_path: Path) -> None:
+    for k in "12":
+        on: Any = {"pretext": "rotation", "pretext_sha256": k * 64}
+        finished(tmp_path / "arm" / k, [70.0], by="mfac", start=k, seed=int(k), origin=on)
+    with pytest.raises(UsageError, match=r"no seeds of one arm: .*rotation \(22222222\) and"):
+        read_arm(tmp_path / "arm")
+
+
+def test_runs_that_knew_images_by_their_names_alone_are_not_compared(tmp_path: Path) -> None:
+    """Neither with each other, since equal names may be of other pictures, nor with newer runs."""
+    old = [finished(tmp_path / name, [70.0], data_sha256="1" * 64) for name in ("a", "b")]
+    new = finished(tmp_path / "new", [70.0])
+    for arms, named in ((old, "a"), ([new, old[0]], "a"), ([old[1], new], "b")):
+        with pytest.raises(UsageError, match=f"^{named}: .*by their names alone; give a new run"):
+            evaluate(arms)
+    assert evaluate(old[:1]).arms[0].mean == 70.0
+
+
+def test_what_is_no_finetune_run_is_named_for_what_it_is(tmp_path: Path, runs: Path) -> None:
+    assert f"{runs}/aligned: is a run of align; give a" in refusal(f"evaluate {runs}/aligned")
+    assert f"there is no {tmp_path}/nothing;" in refusal(f"evaluate {tmp_path}/nothing")
 
 
 def test_every_setting_that_is_compared_has_words() -> None:

@@ -20,6 +20,7 @@ from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_record
 
 import data
 import finetune as program
+from bisslight import Diverged
 from config import FinetuneConfig, Record
 from evaluate import evaluate, read_arm
 from finetune import best_epoch, choose_rate, finetune
@@ -225,6 +226,20 @@ def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path
     with pytest.raises(RunError, match=r"rate 1e\+30, .*; leave it out of --lr"):
         tune(weights, tmp_path / "one", lr=(1e30,), epochs=1, seeds=3, optimizer="sgd")
     assert len([*tmp_path.glob("one/lr*")]) == 1  # the second seed was not begun
+
+
+def test_a_rate_that_diverges_as_a_directory_grows_cannot_be_left_out_of_it(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory keeps the rates of its result, so the remedy is another directory."""
+    tune(weights, tmp_path, lr=(1e-3,), epochs=1)
+
+    def diverge(*_: object) -> None:
+        raise Diverged("peft, step 1: loss is not finite")
+
+    monkeypatch.setattr(program, "train_epochs", diverge)
+    with pytest.raises(RunError, match=r"rate 0\.001, .*; give lower ones and another --out$"):
+        tune(weights, tmp_path, lr=(1e-3,), epochs=1, seeds=2)
 
 
 def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> TrialResult:

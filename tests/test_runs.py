@@ -51,7 +51,10 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
     """Also where a file is called as one of a run is."""
     (tmp_path / "file").write_text("precious")
     begin(tmp_path / "run")
-    named = {"file": "made or locked.*exists", "run": "another run: command align -> finetune"}
+    named = {
+        "file": "made or locked.*exists",
+        "run": "holds a run of align; give finetune another --out",
+    }
     for name in ("thesis.tex", "result.json", "lr1e-3-s0/checkpoint.pt", ".mine.1.tmp"):
         place = f"with {name.replace('/', ' ')}"
         named[place] = f"holds {name.split('/')[0]}"
