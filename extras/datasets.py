@@ -13,6 +13,7 @@ from data import (
     Split,
     Task,
     describe,
+    find_converted,
     find_fault,
     find_images,
     overheard,
@@ -77,7 +78,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         if not fault:
             readable.append(file)
     if task:
-        problems += find_copies(task, readable)
+        problems += find_copies(task, readable) + find_converted(task)
     return Check(
         name=name,
         images=len(found.images),

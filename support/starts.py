@@ -124,6 +124,7 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
     backbone = experiment.backbone
     p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
     files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
+    doubts: list[str] = []
     for file in sorted(files):
         theta, _, info = load_adapter(file)
         with as_usage_error(f"--from {file}"):  # it turns ValueErrors into a UsageError
@@ -133,27 +134,29 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
                 )
             if info.weights_sha256 not in (None, experiment.digests["weights_sha256"]):
                 raise ValueError("was trained on other --weights than this run's; align again")
-            check_unseen(info, experiment)
+            doubts += check_unseen(info, experiment)
+    for doubt in dict.fromkeys(doubts):  # each once, however many adapters there are
+        LOG.warning("--from: %s", doubt)
 
 
-def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> None:
+def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> list[str]:
     """Refuse (ValueError) an adapter that was trained on test images of this run.
 
-    With the very images and splits of the adapter's run, that run has already asked this.
+    Returns sentences on what cannot be known. With the very images and splits of the adapter's run,
+    that run has already asked this.
     """
     cfg = experiment.cfg
     if info.data_sha256 == experiment.digests["data_sha256"]:
-        return
+        return []
     if info.seen is not None:
         task = experiment.task
-        seen = find_seen(task, info.seen)
-        own = know_training_images(task)
-        if info.seen.isdisjoint({*own, *name_images(task.test, task.classes)}) and not seen:
-            LOG.warning(
-                "--from: no image here has the name or content of one that θ was trained on (%s)."
-                " If they are the same ones, renamed and changed, it is not known whether θ has"
-                " seen the test images",
-                info.dataset,
+        seen, doubts = find_seen(task, info.seen)
+        here = know_training_images(task).union(name_images(task.test, task.classes))
+        if info.seen.isdisjoint(here) and not seen:
+            doubts.append(
+                "no image here has the name or content of one that θ was trained on"
+                f" ({info.dataset}). If they are the same ones, renamed and changed, it is not"
+                " known whether θ has seen the test images"
             )
         if seen:
             names = " and ".join(seen[:2])
@@ -163,23 +166,23 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> N
                 f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
                 " align again. If they are other pictures, rename their files"
             )
-    elif info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
+        return doubts
+    if info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
         raise ValueError(
             f"was trained on {info.dataset}, split otherwise, so it may have seen the test images;"
             f" see its --data-seed {info.data_seed}, or align again"
         )
-    else:
-        LOG.warning(
-            "--from: is of an older version, which kept no names of images: it is not known"
-            " whether θ was trained on these test images"
-        )
+    return [
+        "is of an older version, which kept no names of images: it is not known whether θ was"
+        " trained on these test images"
+    ]
 
 
-def find_seen(task: Task, seen: Collection[str]) -> list[str]:
+def find_seen(task: Task, seen: Collection[str]) -> tuple[list[str], list[str]]:
     """The test images that are among those that were seen: their files, or numbers.
 
     Where each part begins to count anew, a training image of this run has the name of a test image.
-    Such a name says nothing, and is left out, with a warning.
+    Such a name says nothing, and is left out; the second list has a sentence on it.
     """
     keys = name_images(task.test, task.classes)
     contents = hash_contents(task.test) or [""] * len(keys)
@@ -191,18 +194,20 @@ def find_seen(task: Task, seen: Collection[str]) -> list[str]:
         key in seen and key in ambiguous and not is_known
         for key, is_known in zip(keys, known, strict=True)
     )
+    doubts = []
     if unclear:
-        LOG.warning(
-            "--from: %d test images have the name of a training image, too, such as train/cat/1.jpg"
-            " and test/cat/1.jpg: it is not known whether θ has seen them",
-            unclear,
+        doubts.append(
+            f"{unclear} test images have the name of a training image, too, such as train/cat/1.jpg"
+            " and test/cat/1.jpg. θ has not seen their content; if they were converted since, it"
+            " is not known"
         )
     files = task.test.images
-    return [
+    found = [
         str(files[i]) if isinstance(files, list) else f"number {i}"
         for i, (key, is_known) in enumerate(zip(keys, known, strict=True))
         if is_known or (key in seen and key not in ambiguous)
     ]
+    return found, doubts
 
 
 def seconds_until(file: Path | None) -> float | None:

@@ -11,11 +11,11 @@ from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Pool, Split, decode_once
+from data import Pool, Split, Task, decode_once
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
-from support.experiment import check_batches, open_experiment, set_up_device
+from support.experiment import check_batches, check_numbers, open_experiment, set_up_device
 from support.processes import World
 
 EXAMPLE = ROOT / "examples/rotation.py"
@@ -129,3 +129,9 @@ def test_a_process_scores_its_own_images_and_may_have_none(
         monkeypatch.setattr(experiment, "own_part", lambda n, part=slice(first, end): part)
         found = opened.logits(opened.task.val, opened.new_theta(0), head)
         torch.testing.assert_close(found, everything[first:end])
+
+
+def test_numbers_beyond_the_names_of_classes_are_refused() -> None:
+    split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 3]))
+    with pytest.raises(UsageError, match="name 2 classes, and number them up to 3"):
+        check_numbers(Task("pets", split, split, split, ["a", "b"]))
