@@ -33,7 +33,7 @@ PAGE = HERE / "index.html"
 HANDOUT = HERE / "handout.md"
 ABOUT = (
     "BiSSLight lets the labels of a small task steer the end of pretraining. "
-    "One page explains the method, beside a program of 200 lines that does all of it."
+    "One page explains the method, with a program of 200 lines that does all of it."
 )
 HEAD = f"""<!DOCTYPE html>
 <html lang="en">
@@ -94,7 +94,8 @@ def show_fence(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) ->
     """A block: a formula, whose last words may be its number, or anything else as it is."""
     content = tokens[at].content
     if tokens[at].info != "math":
-        text = re.sub("(?<! ) (?! )", "\N{NO-BREAK SPACE}", escape(content))  # columns stay whole
+        columns = r"\S+(?: \S+)*"  # stay whole where a line is too long
+        text = re.sub(columns, r'<span class="whole">\g<0></span>', escape(content))
         lines = re.sub(r"(.*)\n", r'<span class="line" style="--i:0">\1</span>', text)
         return f"<pre>{lines}</pre>\n"
     numbered = re.fullmatch(r"(.*)\\qquad \(\\text\{(.*)\}\)\s*", content, re.S)

@@ -120,6 +120,12 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere(name: str) -> None:
             assert link.startswith("https://") or anchor in ids, link
 
 
+def test_a_link_to_the_page_itself_stays_on_it() -> None:
+    """In page.md it leads to index.html, where the picture moves."""
+    assert "](index.html#valley)" in TEXT
+    assert 'href="#valley"' in PAGE and "index.html#" not in PAGE
+
+
 def test_who_shares_the_page_shares_a_picture_and_a_sentence() -> None:
     meta = dict(re.findall(r'<meta (?:name|property)="([^"]+)" content="([^"]+)"', PAGE))
     assert meta["description"] == meta["og:description"] and len(meta["description"]) < 200

@@ -169,6 +169,15 @@ def test_the_first_screen_shows_the_valley(tmp_path: Path, width: int, height: i
     assert left >= 0 and right <= width and bottom <= height
 
 
+def test_on_a_phone_no_line_of_code_or_output_is_cut(tmp_path: Path) -> None:
+    script = """told([...document.querySelectorAll("pre")].filter(x => x.clientWidth)
+      .map(x => [x.scrollWidth, x.clientWidth]));"""
+    widths = browse(tmp_path, script, 400)
+    assert len(widths) > 5
+    for needed, there in widths:
+        assert needed <= there
+
+
 def test_on_a_wide_screen_it_stays_beside_eq_5(tmp_path: Path) -> None:
     script = """document.getElementById("three-ways-to-get-q").scrollIntoView();
     const r = $("valley").getBoundingClientRect(); told([scrollY, r.top, r.bottom]);"""
