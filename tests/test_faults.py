@@ -66,6 +66,15 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
         assert not (tmp_path / "out").exists(), "something was written"
 
 
+def test_all_that_is_wrong_with_the_training_images_is_told_at_once(weights: Path) -> None:
+    for name in ("train", "val", "test"):
+        save_by_class(Path("data", name), torch.rand(8, 3, 20, 20), torch.arange(8) % 2)
+    for name in ("a.png", "b.png"):
+        Path("data/train/kind 1", name).mkdir()
+    said = refusal(finetune_line(weights.parent, "--dataset folder:data --out r"), code=1)
+    assert "a.png: cannot be read" in said and "b.png: cannot be read" in said
+
+
 def test_a_damaged_image_of_a_pool_is_named_before_a_run_begins(weights: Path) -> None:
     """Later the run would have to begin anew, since another pool is another run."""
     Path("pool").mkdir()
