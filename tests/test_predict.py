@@ -15,9 +15,10 @@ from toy import PEFT_STEPS, align_line, done, refusal, save_by_class
 
 import data
 from data import Task, folder
-from extras.predict import predict
+from extras.predict import find_files, predict
 from support.adapters import find_adapters, load_adapter
 from support.benchmarks import omniglot_task
+from support.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -157,3 +158,9 @@ def test_all_that_cannot_be_read_is_named_however_many_images_there_are(
     assert all(f"{file}: cannot be read" in said for file in (files[0], files[1], files[-1]))
     Path("unknown/more").symlink_to("nowhere")
     assert "unknown/more: is a link to nowhere" in refusal("predict f unknown", 2)
+
+
+def test_all_files_that_are_not_there_are_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_files([tmp_path / "a.png", tmp_path / "b"])
+    assert caught.value.args == (f"there is no {tmp_path}/a.png", f"there is no {tmp_path}/b")
