@@ -7,9 +7,9 @@ arithmetic: validation, checkpoints and a busy machine come on top of it.
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -177,10 +177,9 @@ def step_seconds(experiment: Experiment[AlignConfig]) -> tuple[float, float]:
     """
     cfg = experiment.cfg
     prepared = prepare(experiment)
-    steps: Any = SimpleNamespace(
-        alternations=2, lower_steps=1, upper_steps=min(1, cfg.upper_steps), lam=cfg.lam
-    )
-    pretext, downstream = batches_left(experiment, prepared)
+    short = {"alternations": 2, "lower_steps": 1, "upper_steps": min(1, cfg.upper_steps)}
+    steps = cfg.model_copy(update=short)  # a run may have fewer steps than these
+    pretext, downstream = batches_left(replace(experiment, cfg=steps), prepared)
     times: list[float] = []  # when a batch was asked for, and when an alternation was done
     logs = algorithm_1(
         prepared.state,

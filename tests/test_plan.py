@@ -81,3 +81,8 @@ def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
     said = run("finetune --backbone vit_l16 --dataset cub200 --dry-run").err
     assert "data/CUB_200_2011 is not here; see --data-root, or `bisslight data download" in said
     assert "Errno" not in said
+
+
+def test_a_run_of_a_single_step_a_level_can_be_planned(pretrained: Path, elsewhere: None) -> None:
+    line = align_line(pretrained, "--lower-steps 1 --upper-steps 1 --warmup 0")
+    assert "second" in done(f"{line} --alternations 1 --dry-run")
