@@ -30,6 +30,7 @@ from support.optim import train_epochs, trainable
 PRETRAIN: Record = {
     "backbone": "vit_mini", "pool": "omniglot", "image_size": 28, "patch_size": 4, "epochs": 60,
     "warmup_epochs": 3, "batch": 64, "base_lr": 16e-3, "beta2": 0.999, "min_crop": 0.5,
+    "device": "cpu",
 }  # fmt: skip
 ALIGN: Record = {  # λ and all that is not here is the paper's, or vit_mini's default
     "lower_steps": 5, "upper_steps": 3, "p_batch": 64, "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2

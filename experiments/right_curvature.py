@@ -1,6 +1,7 @@
 """Does curvature help, and can the endpoint hear it? Seven arms of aligning, then PEFT.
 
     python -m experiments.right_curvature     # goes on after a stop; a second one shares the work
+    python -m experiments.right_curvature --device cuda     # the same runs on a GPU
 
 right_curvature.md is the protocol. Each finished run adds a line to a file of the results.
 """
@@ -16,7 +17,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
@@ -106,6 +107,7 @@ class Run(NamedTuple):
     weights: str  # sha256 of the backbone's file
     time: str  # when the run ended, UTC
     commit: str
+    device: str = "cpu"  # or the name of the GPU; lines of the choice of rates have none
 
     @property
     def unit(self) -> Unit:
@@ -204,6 +206,7 @@ def run_unit(unit: Unit, rates: Rates, settings: Record, weights: str) -> Run:
         weights=weights,
         time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         commit=commit(),
+        device=device_name(settings["device"]),
     )
 
 
@@ -213,6 +216,11 @@ def commit() -> str:
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     done = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def device_name(device: str) -> str:
+    """That of the GPU, such as "NVIDIA H100"; of a CPU just "cpu"."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def choose(runs: list[Run]) -> dict[str, Rates]:
@@ -235,7 +243,9 @@ def read_runs(path: Path) -> dict[Unit, Run]:
     return {run.unit: run for run in runs}
 
 
-def run_all(units: list[Unit], rates: dict[str, Rates], out: Path, path: Path) -> None:
+def run_all(
+    units: list[Unit], rates: dict[str, Rates], out: Path, path: Path, device: str = "cpu"
+) -> None:
     """Until none is missing in the file: do the first that no other process is at, add its line."""
     while missing := [unit for unit in units if unit not in read_runs(path)]:
         for unit in missing:
@@ -244,7 +254,9 @@ def run_all(units: list[Unit], rates: dict[str, Rates], out: Path, path: Path) -
                 if unit not in read_runs(path):
                     cell = Cell(unit.alphabet, unit.backbone, unit.seed)
                     settings = settings_of_cell(cell, out)  # pretrains a backbone that is missing
+                    settings |= {"device": device, "amp": False}  # float32 everywhere
                     weights = digest(settings["weights"], unit.backbone, path)
+                    check_device(unit.backbone, device_name(device), path)
                     add_line(run_unit(unit, rates[unit.arm], settings, weights), path, out)
                 break
         else:
@@ -264,6 +276,16 @@ def digest(weights: Path, backbone: int, path: Path) -> str:
     return found
 
 
+def check_device(backbone: int, device: str, path: Path) -> None:
+    """Raise UsageError if the backbone's round was begun on another device."""
+    for run in read_runs(path).values():
+        if run.backbone == backbone and run.device != device:
+            raise UsageError(
+                f"{path}: the round of backbone {backbone} was begun on {run.device}, this is "
+                f"{device}; finish it there, or remove its lines, so that it begins anew"
+            )
+
+
 def add_line(run: Run, path: Path, out: Path) -> None:
     """Write the file anew with one more line."""
     with FileLock(out / "results.lock"):
@@ -271,14 +293,21 @@ def add_line(run: Run, path: Path, out: Path) -> None:
         write_atomic(path, before + json.dumps(run._asdict()) + "\n")
 
 
-def main(out: Path = Path("runs/right_curvature"), results: Path = RESULTS) -> None:
-    """Go on with the choice of rates, then with the study; OUT is where the backbones are."""
+def main(
+    out: Path = Path("runs/right_curvature"),
+    results: Path = RESULTS,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> None:
+    """Go on with the choice of rates, then with the study; OUT is where the backbones are.
+
+    Backbones and the choice of rates are made on a CPU, on whatever device the study runs.
+    """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     results.mkdir(exist_ok=True)
     choice, study = results / "choice.jsonl", results / "runs.jsonl"
     run_all(CHOICE, dict.fromkeys(ARMS, CANDIDATES), out, choice)
-    run_all(STUDY, choose([*read_runs(choice).values()]), out, study)
+    run_all(STUDY, choose([*read_runs(choice).values()]), out, study, device)
 
 
 if __name__ == "__main__":

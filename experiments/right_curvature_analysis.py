@@ -50,13 +50,13 @@ def rate_rows(runs: list[plan.Run]) -> list[Record]:
 
 
 def whole_rounds(runs: Runs) -> Runs:
-    """The runs of those backbones that have all theirs, of one backbone's file each."""
+    """The runs of those backbones that have all theirs, of one file and one device each."""
     whole: Runs = {}
     for backbone in plan.BACKBONES:
         units = [unit for unit in plan.STUDY if unit.backbone == backbone]
         if runs.keys() >= {*units}:
             of_round = {unit: runs[unit] for unit in units}
-            assert len({run.weights for run in of_round.values()}) == 1, backbone
+            assert len({(run.weights, run.device) for run in of_round.values()}) == 1, backbone
             whole |= of_round
     return whole
 
@@ -83,8 +83,10 @@ def arm_rows(runs: Runs) -> list[Record]:
             row[name] = ", ".join(f"{fmean(numbers):.2f}" for numbers in by_query)
         worst = [run.worst for run in of_arm if run.worst is not None]
         row["worst"] = f"{max(worst):.2f}" if worst else None
-        row["CPU-s of align"] = f"{fmean(run.cpu_align for run in of_arm):.0f}"
-        row["of PEFT"] = f"{fmean(run.cpu_peft for run in of_arm):.0f}"
+        on_cpu = [run for run in of_arm if run.device == "cpu"]
+        if on_cpu:  # beside a GPU, seconds of a CPU say nothing
+            row["CPU-s of align"] = f"{fmean(run.cpu_align for run in on_cpu):.0f}"
+            row["of PEFT"] = f"{fmean(run.cpu_peft for run in on_cpu):.0f}"
         rows.append(row)
     return rows
 

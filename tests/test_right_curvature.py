@@ -151,6 +151,16 @@ def test_a_round_is_not_continued_with_another_backbone(tmp_path: Path) -> None:
     assert plan.digest(weights, 29, path) == plan.sha256(weights / "backbone.pth")
 
 
+def test_a_round_is_not_continued_on_another_device(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    on_a_card = made_up(plan.Unit("0", "Greek", 28, 0), {})._replace(device="NVIDIA H100")
+    plan.add_line(on_a_card, path, tmp_path)
+    with pytest.raises(UsageError, match="backbone 28 was begun on NVIDIA H100, this is cpu"):
+        plan.check_device(28, "cpu", path)
+    plan.check_device(28, "NVIDIA H100", path)
+    plan.check_device(29, "cpu", path)
+
+
 def point() -> tuple[Any, Tensor, Any, Any]:
     """MAE's task at rank 1, a θ whose B are not 0, φ_P and a batch of one image, of the program."""
     settings: Any = {"backbone": "vit_mini", "dataset": "omniglot:Tagalog", "rank": 1, "p_batch": 1}
@@ -284,6 +294,19 @@ def test_only_whole_rounds_count_and_verdicts_wait_for_the_last() -> None:
     whole = analysis.whole_rounds({unit: run for unit, run in runs.items() if unit != left_out})
     assert {unit.backbone for unit in whole} == {28, 30}
     assert {row["verdict"] for row in rows(whole, final=False).values()} == {"not yet"}
+
+
+def test_a_round_is_of_one_device_and_only_a_cpu_counts_cpu_seconds() -> None:
+    runs = simulate({}, rounds=2)
+    for unit, run in runs.items():
+        if unit.backbone == 28:
+            runs[unit] = run._replace(device="NVIDIA H100", cpu_align=1000.0)
+    assert analysis.whole_rounds(runs) == runs
+    assert {row["CPU-s of align"] for row in analysis.arm_rows(runs)} == {"30"}
+    mixed = next(unit for unit in runs if unit.backbone == 29)
+    runs[mixed] = runs[mixed]._replace(device="NVIDIA H100")
+    with pytest.raises(AssertionError, match="29"):
+        analysis.whole_rounds(runs)
 
 
 def test_a_round_is_each_arm_in_three_alphabets_and_two_seeds() -> None:
