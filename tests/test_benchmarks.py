@@ -12,7 +12,7 @@ from toy import refusal
 
 from config import OMNIGLOT
 from data import SPLITS, Task
-from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
+from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub, split_by_file
 from support.errors import UsageError
 
 
@@ -121,22 +121,58 @@ def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Pa
         load(name, tmp_path)
 
 
-def test_split_files_are_checked(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_split_file_names_the_validation_images(tmp_path: Path, monkeypatch: Any) -> None:
     make("cub200", tmp_path)
     path = tmp_path / "split.txt"
     with pytest.raises(UsageError, match=r"^--split-file .*No such file"):
         load("cub200", tmp_path, split_file=path)
-    path.write_text("0\n3\n", encoding="utf-8-sig")  # with the mark that Windows writes
-    with pytest.raises(UsageError, match=r"split.txt: needs .* 5994 files, not 12"):
+    path.write_text("0\n9\n", encoding="utf-8-sig")  # with the mark that Windows writes
+    with pytest.raises(UsageError, match=r"split.txt: needs .* 5994 training images; here are 12"):
         load("cub200", tmp_path, split_file=path)
     small = BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4))
     monkeypatch.setitem(BENCHMARKS, "cub200", small)
     task = load("cub200", tmp_path, split_file=path, partial=False)
-    assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_3_4.jpg"]  # 3 is for test
-    for wrong in ("12", "-1", "1.0", "bird"):
-        path.write_text(wrong)
-        with pytest.raises(UsageError, match=r"split.txt: (needs 0 to 11|invalid literal)"):
-            load("cub200", tmp_path, split_file=path)
+    # Images 3 and 7 of each class are for test, so 0 to 5 are positions of the first class.
+    assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_7_4.jpg"]
+    assert not {*task.val.images} & {*task.train.images}
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        ("0 12", "has the position 12; positions go from 0 to 11"),
+        ("-1 7", "has the position -1"),
+        ("0 9 9", "has the position 9 2 times"),
+        ("0 2 3 4 5 6 8 9 10 11", "has 10 positions; .* the 2 validation images"),
+        ("0 1", "leaves no validation image of the class that has images/007.Bird_7/Bird_7_0.jpg"),
+        ("1.0", "invalid literal"),
+        ("bird", "invalid literal"),
+    ],
+)
+def test_positions_that_name_other_images_are_refused(
+    tmp_path: Path, monkeypatch: Any, positions: str, said: str
+) -> None:
+    """Outside of the lists, twice, those of the training images, and of one class alone."""
+    make("cub200", tmp_path)
+    small = BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4))
+    monkeypatch.setitem(BENCHMARKS, "cub200", small)
+    path = tmp_path / "split.txt"
+    path.write_text(positions)
+    with pytest.raises(UsageError, match=f"split.txt: {said}"):
+        load("cub200", tmp_path, split_file=path)
+
+
+def test_positions_counted_from_1_are_refused(tmp_path: Path) -> None:
+    """Of 30, 29 and 5 images; each position would name the image after the one that is meant."""
+    entries = [(f"{k}/{i}.jpg", k) for k, n in enumerate((30, 29, 5)) for i in range(n)]
+    meant = [*range(24, 30), *range(30, 35), 62]
+    file = tmp_path / "split.txt"
+    file.write_text("\n".join(str(position) for position in meant))
+    parts = split_by_file(entries, file, 64, len(meant))
+    assert parts["val"] == [entries[position] for position in meant]
+    file.write_text("\n".join(str(position + 1) for position in meant))
+    with pytest.raises(ValueError, match="counts positions from 1, it seems; subtract 1"):
+        split_by_file(entries, file, 64, len(meant))
 
 
 def test_a_pool_is_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
