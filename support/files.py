@@ -20,7 +20,10 @@ def read_json(path: Path, remedy: str = "give the command that wrote it again") 
     if not path.exists():
         raise UsageError(f"there is no {path}; {remedy}")
     with as_read_error(str(path), remedy):
-        return dict(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no values by name")
+        return content
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

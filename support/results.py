@@ -3,14 +3,13 @@
 This module does without torch, so that `bisslight evaluate` starts at once.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from config import Record
+from config import Record, read_table
 from support.errors import as_read_error
 from support.screen import draw_table, format_accuracies
 
@@ -32,6 +31,7 @@ class Score(BaseModel, frozen=True):
 
 
 Said = str | None  # what a file says; None: it does not
+Metric = Literal["top-1 accuracy", "11-point mAP"]  # the second where images have several classes
 
 
 class AdapterInfo(BaseModel, frozen=True):
@@ -109,14 +109,14 @@ class TrialResult(BaseModel, frozen=True):
 class FinetuneResult(RunResult, frozen=True):
     """What a finetune run ended with: its result.json. Lists have one entry per seed."""
 
-    metric: str  # such as "top-1 accuracy"
+    metric: Metric
     dataset: Said = None  # where its images were, such as "cub200"
     origin: AdapterInfo  # what the adapter of --from says of itself
     rates: list[float]  # --lr
     grid_seeds: int
     lr: float  # the chosen one of the rates
     tried: list[TrialResult]  # the trials that chose it; [] with a single rate
-    trials: list[TrialResult]  # those of the chosen rate
+    trials: Annotated[list[TrialResult], Field(min_length=1)]  # those of the chosen rate
     tests: Annotated[list[Score], Field(min_length=1)]  # each trial's best epoch, tested once
     by_class: dict[str, list[float]] = {}  # percent of each class's test images that were right
     versions: list[str] = []  # of this program and of torch, those of all trials
@@ -136,7 +136,20 @@ def read_result(run: Path) -> FinetuneResult:
     file = run / "result.json"
     remedy = "give a finished finetune run, or a folder of them"
     with as_read_error(str(file), remedy):
-        return FinetuneResult(**json.loads(file.read_text()), out=str(run))
+        return FinetuneResult(**read_table(file), out=str(run))
+
+
+def check_tests(tests: Sequence[Score], metric: Metric, images: int) -> None:
+    """Raise ValueError if scores of so many test images contradict themselves.
+
+    So it is in a file that was edited.
+    """
+    for test in tests:
+        if metric == "top-1 accuracy":
+            if test.right is None:
+                raise ValueError("a test does not say how many images were right")
+            if abs(100 * test.right / images - test.accuracy) > 1e-6:
+                raise ValueError(f"{test.right} of {images} right are not {test.accuracy} %")
 
 
 def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:

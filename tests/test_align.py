@@ -70,6 +70,16 @@ def test_a_finished_run_is_read_again(short: AlignResult, weights: Path) -> None
     assert contents(Path(short.out)) == before
 
 
+def test_a_result_that_is_damaged_is_told_in_a_line(
+    short: AlignResult, weights: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(short.out, tmp_path / "run")
+    (run / "result.json").write_text("{}")
+    said = refusal(align_line(weights.parent, f"--eval-every 2 --out {run}"))
+    assert said.startswith(f"error: {run}/result.json: ")
+    assert said.endswith(" is missing; give another --out, or remove this directory")
+
+
 def test_a_run_without_an_upper_level_tells_nothing_of_q(weights: Path, tmp_path: Path) -> None:
     alone = align(align_settings(weights, upper_steps=0, alternations=1), tmp_path / "alone")
     assert (alone.distance, alone.q_over_g, alone.cosine) == (None, None, None)

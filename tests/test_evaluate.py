@@ -268,6 +268,9 @@ def test_results_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         "nan": {"tests": [{"accuracy": math.nan, "loss": 1.0, "right": 700}]},
         "unsaid": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": None}]},
         "other": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": 300}]},
+        "trials": {"trials": []},
+        "twice": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": 700}] * 2},
+        "metric": {"metric": "bla"},
     }
     for name, change in changes.items():
         run = finished(tmp_path / name, [70.0])
@@ -275,6 +278,9 @@ def test_results_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         (run / "result.json").write_text(json.dumps(content | change))
         said = refusal(f"evaluate {run}")
         assert str(run) in said and "http" not in said
+    run = finished(tmp_path / "digest", [70.0], data_sha256=None)
+    said = refusal(f"evaluate {run}")
+    assert f"{run}/config.json: cannot be read (it does not say its data_sha256); give" in said
 
 
 def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:

@@ -177,6 +177,68 @@ def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
     assert of_classes == pytest.approx([100 * confusion[k, k] / 3 for k in range(3)])
 
 
+def test_a_test_file_that_contradicts_itself_is_refused_with_what_makes_it_anew(
+    weights: Path, tmp_path: Path
+) -> None:
+    tune(weights, tmp_path, lr=(1e-2,))
+    file = tmp_path / "lr0.01-s0/test.json"
+    whole = json.loads(file.read_text())
+    label, guess = whole["labels"][0], whole["guesses"][0]
+    other = label if guess != label else label + 1  # one more is right, or one less
+    wrong = whole | {"guesses": [other, *whole["guesses"][1:]]}
+    damaged: dict[str, Any] = {
+        "accuracy: is missing": {},
+        "no values by name": [1],
+        "'classes'": {name: whole[name] for name in whole if name != "classes"},
+        "shorter": whole | {"guesses": whole["guesses"][1:]},
+        "not those of the test images": whole | {"labels": [0]},
+        "are not 99.0 %": whole | {"accuracy": 99.0},
+        "of its guesses are right": wrong,
+    }
+    for said, content in damaged.items():
+        file.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=f"{file}: .*{said}.*; remove it, and the same"):
+            tune(weights, tmp_path, lr=(1e-2,))
+    file.unlink()
+    tune(weights, tmp_path, lr=(1e-2,))
+    assert json.loads(file.read_text()) == whole
+
+
+def test_a_test_file_names_the_images_where_they_are_now(weights: Path, tmp_path: Path) -> None:
+    """Images move, then a seed is added: the guide's lines open all files of both seeds."""
+    pictures(tmp_path / "images", "xyz")
+    settings: dict[str, Any] = {"lr": (1e-3,), "batch": 9, "epochs": 1}
+    tune(weights, tmp_path / "f", dataset=f"folder:{tmp_path}/images", **settings)
+    (tmp_path / "images").rename(tmp_path / "moved")
+    tune(weights, tmp_path / "f", dataset=f"folder:{tmp_path}/moved", seeds=2, **settings)
+    tests = [json.loads((tmp_path / f"f/lr0.001-s{k}/test.json").read_text()) for k in (0, 1)]
+    assert tests[0]["files"] == tests[1]["files"]
+    assert len(tests[0]["files"]) == 9 and all(Path(file).exists() for file in tests[0]["files"])
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "{}", "{"])
+def test_a_config_that_is_damaged_is_named_with_a_remedy(
+    content: str, weights: Path, runs: Path, tmp_path: Path
+) -> None:
+    """Of what --from names, of what evaluate, predict and export read, of a directory of --out."""
+    run = shutil.copytree(runs / "without", tmp_path / "run")
+    trial = next(file for file in run.glob("lr*") if (file / "test.json").exists())
+    for place in (run, trial):
+        (place / "config.json").write_text(content)
+    new = f"finetune {PEFT_STEPS} --backbone vit_mini --dataset quilts --weights {weights}"
+    lines = {
+        f"finetune --from {run} --seed 5 {PEFT_STEPS} --out {tmp_path}/f": run,
+        f"evaluate {run}": run,
+        f"export {trial}": trial,
+        f"predict {trial} {tmp_path}": trial,
+        f"{new} --out {run}": run,
+    }
+    (tmp_path / "a.png").write_bytes(b"")  # predict looks for images first
+    for line, place in lines.items():
+        said = refusal(line)
+        assert str(place) in said and "config.json" in said and "; give a" in said
+
+
 def test_a_pretrain_run_is_no_start_but_weights(weights: Path, tmp_path: Path) -> None:
     said = refusal(f"finetune --from {weights} {PEFT_STEPS} --out {tmp_path}/f")
     assert "is a pretrain run" in said
