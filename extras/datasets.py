@@ -13,7 +13,6 @@ from data import (
     Split,
     Task,
     describe,
-    find_converted,
     find_fault,
     find_images,
     overheard,
@@ -21,6 +20,7 @@ from data import (
     subfolders,
 )
 from support.benchmarks import BENCHMARKS, open_task, place_of
+from support.checks import find_converted
 from support.errors import UsageError, as_usage_error, collected
 from support.files import sha256
 

@@ -4,35 +4,29 @@ import hashlib
 import math
 import multiprocessing
 import os
-import shutil
 import signal
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import shared
 from PIL import Image
 from torch import Tensor
 from torchvision import transforms as T
+from toy import photos_in
 
 import data
 from data import (
-    SPLITS,
     Images,
     Pool,
     Split,
     Task,
     Transform,
-    as_checked,
     batches,
-    check_task,
     decode_once,
     evenly_spaced,
-    find_doubts,
     fingerprint,
     folder,
     overheard,
@@ -533,88 +527,6 @@ def test_a_pool_with_something_that_is_no_file_is_refused_before_the_work(
         fingerprint(Pool([tmp_path / "1.png", odd]))
 
 
-# --- what a script hands over --------------------------------------------------------------------
-
-PIXELS = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-ZEROS_AND_ONES = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 0], [0, 1, 1]])
-
-
-def own(images: Any = PIXELS, labels: Any = None, **more: Any) -> Task:
-    """A task of three classes with these validation images and labels."""
-    good = Split(PIXELS, torch.tensor([0, 1, 2, 0, 1, 2]))
-    if labels is not None and labels.ndim == 2:
-        good = Split(PIXELS, 2 * ZEROS_AND_ONES - 1)
-    val = Split(images, good.targets if labels is None else labels)
-    return Task("own", good, val, good, ["a", "b", "c"])._replace(**more)
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (ZEROS_AND_ONES, r"of class a no label is -1, no.* 2 \* labels - 1"),
-        (torch.eye(3, dtype=torch.int64).repeat(2, 1), r"labels.argmax\(1\)"),
-        (torch.cat([2 * ZEROS_AND_ONES[:, :2] - 1, ZEROS_AND_ONES[:, 2:]], 1), "of class c"),
-        (-torch.ones(6, 3).long(), "no label is 1"),
-        (2 * ZEROS_AND_ONES, "1 yes, -1 no, 0 not counted"),
-        (ZEROS_AND_ONES.bool(), "labels are torch.bool; give whole numbers"),
-        (ZEROS_AND_ONES.float(), "labels are torch.float32"),
-        (torch.zeros(6), "labels are torch.float32"),
-        (torch.zeros(6, dtype=torch.int32), "labels are torch.int32"),
-        (torch.arange(6) % 3 + 1, "labels go from 1 to 3; .* from 0 to 2"),
-        (torch.tensor([0, 1, 2, -100, 0, 1]), "labels go from -100 to 2"),
-        (torch.zeros(6, 1).long(), r"labels.flatten\(\)"),
-        (torch.zeros(5).long(), "6 images and 5 labels"),
-        (torch.zeros(7).long(), "6 images and 7 labels"),
-    ],
-)
-def test_labels_that_mean_something_else_are_refused(labels: Tensor, message: str) -> None:
-    """0 is "not counted": with tables of 0 and 1 any network would have 100 %."""
-    with pytest.raises(ValueError, match=f"^val: .*{message}"):
-        data.check_task(own(labels=labels))
-
-
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ((255 * PIXELS).byte(), r"torch.uint8; give float32 from 0 to 1: .* / 255"),
-        ((PIXELS > 0.5).byte(), "torch.uint8"),
-        (PIXELS > 0.5, "torch.bool"),
-        (PIXELS.double(), "torch.float64"),
-        (255 * PIXELS, "numbers from 0 to 1"),
-        (PIXELS - 0.5, "numbers from 0 to 1"),
-        (PIXELS / torch.zeros(1), "numbers from 0 to 1"),
-        (PIXELS[:, :1], r"images.expand\(-1, 3, -1, -1\)"),
-        (PIXELS.permute(0, 2, 3, 1), "height, width"),
-        (PIXELS.clone().requires_grad_(), "detach"),
-        (PIXELS[:0], "has no images"),
-        (["a.png"] * 6, "pathlib.Path"),
-        (PIXELS.numpy(), "one tensor"),
-    ],
-)
-def test_images_of_another_kind_are_refused(images: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^val: .*{message}"):
-        data.check_task(own(images=images))
-    with pytest.raises(ValueError, match=f"^pool: .*{message}"):
-        data.check_pool(Pool(images))
-
-
-def test_good_tasks_are_taken_and_their_names_are_looked_at() -> None:
-    several = 2 * ZEROS_AND_ONES - 1
-    several[0, 1] = 0
-    for labels in (None, torch.tensor([2, 2, 2, 0, 0, 0]), several):
-        data.check_task(own(labels=labels))
-    one, many = own(), own(labels=several)
-    for wrong, message in (
-        (own(classes=["a", "b", "a"]), "names are needed, each once"),
-        (own(mean=(123.7, 116.3, 103.5)), "mean"),
-        (own(std=(0.5, 0.5, 0.0)), "std"),
-        (own(std=(0.5,)), "three numbers"),
-        (one._replace(train=many.train), "one class an image, or of all several"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            data.check_task(wrong)
-
-
 # --- reading, order -----------------------------------------------------------------------------
 
 
@@ -678,118 +590,12 @@ def test_a_ctrl_c_at_the_terminal_does_not_end_the_workers(tmp_path: Path) -> No
     assert len(list(loader)) == 2
 
 
-# --- what makes a number mean something else -----------------------------------------------------
-
-
-def photos_in(root: Path, names: Iterable[str], seed: int = 0) -> None:
-    """An image of its own for each name, such as "train/cat/1.png"."""
-    for number, name in enumerate(names):
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng([seed, number]).integers(0, 255, (8, 8, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(file)
-
-
-def test_equal_images_in_two_splits_are_told_in_folders_and_in_memory(tmp_path: Path) -> None:
-    """Two of the six test images are training images under other names."""
-    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
-    photos_in(tmp_path, names)
-    assert find_doubts(folder(tmp_path, 0)) == []
-    for k in "12":
-        shutil.copy(tmp_path / f"train/cat/{k}.png", tmp_path / f"test/cat/{k}.png")
-    said = "train and test have 2 images in common: the test is of images that were trained on"
-    assert find_doubts(folder(tmp_path, 0)) == [said]
-
-    first = Split(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
-    last = Split(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 0, 1]))
-    (line,) = find_doubts(Task("own", first, last, last, ["a", "b"]))
-    assert line.startswith("val and test have 4 images in common: epochs and rates are chosen on")
-
-
-def test_a_picture_beside_its_converted_copy_is_told_where_the_split_parts_them(
-    tmp_path: Path,
-) -> None:
-    photos_in(tmp_path, [f"{kind}/{k:02}.png" for kind in ("cat", "dog") for k in range(15)])
-    assert find_doubts(folder(tmp_path, 0)) == []
-    for file in [*tmp_path.glob("*/*.png")]:
-        Image.open(file).save(file.with_suffix(".bmp"))
-    task = folder(tmp_path, 0)
-    place_of = {f: name for name in SPLITS for f in getattr(task, name).images}
-    parted = sum(
-        place_of[f] != place_of[f.with_suffix(".bmp")] for f in place_of if f.suffix == ".png"
-    )
-    (line,) = find_doubts(task)
-    assert "namesake" in line and f"split: {parted}, such as " in line
-
-
-def test_numbers_begin_anew_in_each_part_without_a_word(tmp_path: Path) -> None:
-    photos_in(tmp_path, [f"{part}/{kind}/1.png" for part in SPLITS for kind in ("cat", "dog")])
-    assert find_doubts(folder(tmp_path, 0)) == []
-
-
-def test_labels_that_are_mostly_not_counted_are_told() -> None:
-    """CheXpert writes 0 for no and -1 for uncertain."""
-    labels = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]])
-    parts = [Split(torch.rand(4, 3, 8, 8), labels) for _ in SPLITS]
-    doubts = find_doubts(Task("own", *parts, ["a", "b"]))
-    assert [line.split(".")[0] for line in doubts] == [
-        f"{name}: 50 % of the labels are 0, not counted" for name in SPLITS
-    ]
-    parts = [
-        Split(torch.rand(4, 3, 8, 8), torch.where(labels == 0, -1, -labels.abs() + 2))
-        for _ in SPLITS
-    ]
-    assert find_doubts(Task("own", *parts, ["a", "b"])) == []
-
-
-def test_a_class_that_a_split_lacks_is_told() -> None:
-    whole = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 1, 2]))
-    part = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
-    task = Task("own", whole, Split(torch.rand(3, 3, 8, 8), whole.targets), part, ["a", "b", "c"])
-    assert find_doubts(task) == ["test has no image of class c"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"classes": range(2)}, "give a list of names"),
-        ({"classes": {"a": 0, "b": 1}}, "give a list of names"),
-        ({"classes": "ab"}, "give a list of names"),
-        ({"mean": 0.5}, "three numbers each"),
-    ],
-)
-def test_names_and_normalisation_of_other_kinds_are_refused(
-    changes: dict[str, Any], said: str
-) -> None:
-    split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=said):
-        check_task(Task("own", split, split, split, ["a", "b"])._replace(**changes))
-
-
-def test_images_divided_by_255_twice_are_refused() -> None:
-    split = Split(torch.rand(2, 3, 8, 8) / 255, torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="divided by 255 twice"):
-        check_task(Task("own", split, split, split, ["a", "b"]))
-
-
 def test_the_pages_of_a_picture_that_are_not_taken_are_told(tmp_path: Path) -> None:
     pages = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
     pages[0].save(tmp_path / "stack.tif", save_all=True, append_images=pages[1:])
     with overheard() as said:
         read_image(tmp_path / "stack.tif")
     assert said == ["it has 3 pages, the first one is taken"]
-
-
-def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path) -> None:
-    """A split's images are decoded once; a script may replace the files and go on."""
-    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
-    task = folder(tmp_path, 0)
-    first = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
-    for file in task.test.images:
-        Image.new("RGB", (8, 8), "white").save(file)
-    second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
-    assert isinstance(first, Tensor) and isinstance(second, Tensor)
-    assert first.min() < 255 and second.min() == 255
 
 
 def test_of_no_files_none_are_taken() -> None:

@@ -1,0 +1,241 @@
+"""Program: what is asked of a task before a run: is it what `data.Task` says, and what is doubtful.
+
+Most of what is refused here would train, and give an accuracy that means something else.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data import (
+    MOST_SIZES,
+    SPLITS,
+    Channels,
+    Pool,
+    Split,
+    Stored,
+    Task,
+    count_by_class,
+    evenly_spaced,
+    size_of,
+)
+
+# --- what a script hands over --------------------------------------------------------------------
+
+
+def check_task(task: Task) -> None:
+    """Raise ValueError, one line, where images or labels from a script are not as `Task` says."""
+    check_channels(task.mean, task.std)
+    is_list = isinstance(task.classes, Sequence) and not isinstance(task.classes, str)
+    if not is_list or not all(isinstance(kind, str) for kind in task.classes):
+        raise ValueError(
+            f"classes: is {task.classes!r}; give a list of names, such as"
+            " [str(k) for k in range(10)]"
+        )
+    if len(set(task.classes)) < max(2, len(task.classes)):
+        raise ValueError("classes: two or more names are needed, each once")
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        check_images(split.images, name)
+        check_labels(split, name, task.classes)
+    if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
+        raise ValueError("labels: of all splits one class an image, or of all several")
+
+
+def as_checked(task: Task) -> Task:
+    """A task of a script, with the name "own", tuples where lists are given, and fresh splits.
+
+    Fresh, since `decode_once` remembers the images of a split, whose files may have changed.
+    """
+    return task._replace(
+        name="own",
+        train=Split(task.train.images, task.train.targets),
+        val=Split(task.val.images, task.val.targets),
+        test=Split(task.test.images, task.test.targets),
+        classes=list(task.classes),
+        mean=tuple(task.mean),
+        std=tuple(task.std),
+    )
+
+
+def check_pool(pool: Pool) -> None:
+    """Raise ValueError, one line, where images from a script are not as `Pool` says."""
+    check_channels(pool.mean, pool.std)
+    check_images(pool.images, "pool")
+
+
+def check_channels(mean: Channels, std: Channels) -> None:
+    """Raise ValueError where mean and std are not those of three channels of pixels in [0, 1]."""
+    if not (isinstance(mean, Sequence) and isinstance(std, Sequence)):
+        raise ValueError("mean and std: give three numbers each, such as (0.5, 0.5, 0.5)")
+    are_three = len(mean) == len(std) == 3
+    if not (are_three and all(0 <= x <= 1 for x in mean) and all(0 < x <= 1 for x in std)):
+        raise ValueError(
+            f"mean {mean} and std {std}: needed are three numbers from 0 to 1 each, as of pixels"
+            " from 0 to 1, and no std of 0"
+        )
+
+
+def check_images(images: Stored, name: str) -> None:
+    """Raise ValueError where they are neither pixels from 0 to 1 nor paths; `name` says whose."""
+    if not len(images):
+        raise ValueError(f"{name}: has no images")
+    if not isinstance(images, Tensor):
+        if not all(isinstance(file, Path) for file in images):
+            raise ValueError(f"{name}: images have to be one tensor, or a list of pathlib.Path")
+        if len({file.is_absolute() for file in images}) > 1:
+            raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
+        return
+    if images.dtype != torch.float32:  # whole numbers from 0 to 255, or 0 and 1: who knows?
+        raise ValueError(
+            f"{name}: images are {images.dtype}; give float32 from 0 to 1: images.float(), and of"
+            " values up to 255 images.float() / 255"
+        )
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(
+            f"{name}: images have the shape {tuple(images.shape)}; give (images, 3, height, width),"
+            " of grey ones (images, 1, height, width) with images.expand(-1, 3, -1, -1)"
+        )
+    if images.device.type != "cpu" or images.requires_grad:
+        raise ValueError(f"{name}: images are on a GPU, or need gradients; images.detach().cpu()")
+    if not 0 <= images.min() <= images.max() <= 1:  # nan is refused, too
+        raise ValueError(f"{name}: pixels of images in memory have to be numbers from 0 to 1")
+    if 0 < images.max() < 2 / 255:
+        raise ValueError(f"{name}: no pixel is above 2/255; were they divided by 255 twice?")
+
+
+def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
+    """Raise ValueError where labels mean something else than `Split` says; `name` says whose.
+
+    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, nothing would be wrong,
+    and the average precision of any network 100 %.
+    """
+    labels = split.targets
+    if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"{name}: labels are {kind}; give whole numbers, torch.int64")
+    if labels.device.type != "cpu":
+        raise ValueError(f"{name}: labels are on a GPU; labels.cpu()")
+    if len(labels) != len(split.images):
+        raise ValueError(f"{name}: has {len(split.images)} images and {len(labels)} labels")
+    if labels.ndim == 1:
+        if not 0 <= labels.min() <= labels.max() < len(classes):
+            raise ValueError(
+                f"{name}: labels go from {labels.min()} to {labels.max()}; they are numbers of"
+                f" classes, from 0 to {len(classes) - 1}"
+            )
+        return
+    if labels.shape[1:] != (len(classes),):
+        raise ValueError(
+            f"{name}: labels have the shape {tuple(labels.shape)}; give (images,), a class each, or"
+            f" (images, {len(classes)}) where an image has several; of (images, 1) labels.flatten()"
+        )
+    if not set(labels.unique().tolist()) <= {-1, 0, 1}:
+        raise ValueError(f"{name}: labels for each class are 1 yes, -1 no, 0 not counted")
+    if not (labels == 1).any():
+        raise ValueError(f"{name}: no label is 1, yes")
+    for k, of_class in enumerate(labels.T):
+        if (of_class == 1).any() and not (of_class == -1).any():
+            raise ValueError(
+                f"{name}: of class {classes[k]} no label is -1, no, so any network would find it;"
+                " 0 is not counted. Of 0 no and 1 yes make 2 * labels - 1; where each image has one"
+                " class, labels.argmax(1)"
+            )
+
+
+# --- what makes a number mean something else -----------------------------------------------------
+
+
+def find_doubts(task: Task) -> list[str]:
+    """What nothing refuses, but who reads an accuracy has to know: a line for each.
+
+    Splits that share images, classes that a split lacks, and labels that are not counted.
+    """
+    doubts = find_common_images(task) + find_converted(task)
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        labels = split.targets
+        lacking = [
+            kind
+            for kind, n in zip(task.classes, count_by_class(split, len(task.classes)), strict=False)
+            if n == 0
+        ]
+        if lacking:
+            doubts.append(f"{name} has no image of class {', '.join(lacking)}")
+        if labels.ndim == 2 and (labels == 0).sum() > (labels == -1).sum():
+            percent = 100 * float((labels == 0).float().mean())
+            doubts.append(
+                f"{name}: {percent:.0f} % of the labels are 0, not counted. Is that meant?"
+                " 1 is yes, -1 no and 0 unknown; tables such as CheXpert's have 0 for no"
+            )
+    return doubts
+
+
+def find_common_images(task: Task) -> list[str]:
+    """A line for each two splits that have equal images, by content.
+
+    Only files are read whose size is found in another split, too, and at most 20,000 of each split,
+    evenly spaced; then there may be more than the line says. A split of more than 100,000 files is
+    not looked at.
+    """
+    sizes = {name: sizes_of(getattr(task, name).images) for name in SPLITS}
+    splits_by_size = Counter[int]()  # in how many splits a file of this size is
+    for of_split in sizes.values():
+        splits_by_size.update({*of_split.values()})
+    digests = {
+        name: digests_of_each(getattr(task, name).images, sizes[name], splits_by_size)
+        for name in SPLITS
+    }
+    lines = []
+    for one, two, meaning in (
+        ("train", "test", "the test is of images that were trained on"),
+        ("val", "test", "epochs and rates are chosen on images that are tested"),
+        ("train", "val", "epochs and rates are chosen on images that were trained on"),
+    ):
+        n = len(digests[one] & digests[two])
+        if n:
+            images = "an image" if n == 1 else f"{n} images"
+            lines.append(f"{one} and {two} have {images} in common: {meaning}")
+    return lines
+
+
+def sizes_of(images: Stored) -> dict[Path, int]:
+    """How many bytes each file has; none of images in memory, nor of more than 100,000 files."""
+    if isinstance(images, Tensor) or len(images) > MOST_SIZES:
+        return {}
+    return {file: size_of(file) for file in images}
+
+
+def digests_of_each(
+    images: Stored, sizes: Mapping[Path, int], splits_by_size: Mapping[int, int]
+) -> set[bytes]:
+    """sha256 of each image in memory, or of each file whose size another split has, too."""
+    if isinstance(images, Tensor):
+        return {hashlib.sha256(image.contiguous().numpy().tobytes()).digest() for image in images}
+    candidates = [file for file, size in sizes.items() if splits_by_size[size] > 1]
+    some = evenly_spaced(candidates, 20_000)
+    return {hashlib.sha256(file.read_bytes()).digest() for file in some}
+
+
+def find_converted(task: Task) -> list[str]:
+    """A line if files beside each other have equal names but for their endings, in two splits.
+
+    So it is where images were converted and the originals were kept, see `holdout`.
+    """
+    places: dict[Path, str] = {}  # of each file without its ending, the split in which it was met
+    twins = list[Path]()
+    for name in SPLITS:
+        images = getattr(task, name).images
+        for file in [] if isinstance(images, Tensor) else images:
+            if places.setdefault(file.with_suffix(""), name) != name:
+                twins.append(file)
+    if not twins:
+        return []
+    return [
+        f"images with a namesake with another ending in another split: {len(twins)}, such as"
+        f" {twins[0]}. Is it the same picture, converted? Then remove one of both"
+    ]
