@@ -125,7 +125,7 @@ def train(
     """Train tensors in place with AdamW, warm-up and cosine; the loss of every step."""
     opt = Optimiser([Group(tensors, 1e-2, 0.05)], Schedule(steps, steps / 10, 0.0), (0.9, 0.95))
     losses = []
-    for _, batch in zip(range(steps), batches, strict=False):
+    for _, batch in zip(range(steps), batches, strict=False):  # batches never end
         value = loss(batch)
         opt.update(tensors, list(torch.autograd.grad(value, tensors)))
         losses.append(value.item())

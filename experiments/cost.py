@@ -78,8 +78,9 @@ class PerImage(NamedTuple):
 def recursion(s: Sizes) -> tuple[float, float]:
     """Eq. 7 and Eq. 10: operations of line 10, and of all lines 13.
 
-    Gradient i has an inner product and a sum with each of the i − 1 vectors before it, 4p(i − 1),
-    and 2p for d_i; the sum over i = 1 to m is 2pm². A query has both with m vectors.
+    Gradient g_i has an inner product and a sum with each of the i − 1 vectors v_j before it, which
+    is 4p(i − 1), and then d_i = v_i·g_i, 2p; the sum over i = 1 to m is 2pm². A query has an inner
+    product and a sum with each of the m vectors, 4pm.
     """
     return s.K * 2 * s.p * s.m**2, s.N_U * s.K * 4 * s.p * s.m
 

@@ -146,11 +146,17 @@ def difference(values: Sequence[float]) -> Difference:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Each p multiplied by the number of those that are not smaller, and never decreasing."""
+    """p-values adjusted by Holm's method, in the order in which they were given.
+
+    From the least to the largest, each is multiplied by how many are left, itself among them. The
+    result is at most 1, and not below that of a smaller one.
+    """
     adjusted = [0.0] * len(ps)
-    largest = 0.0
-    for rank, k in enumerate(sorted(range(len(ps)), key=lambda k: ps[k])):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[k]))
+    largest = 0.0  # of the adjusted ones so far
+    ascending = sorted(range(len(ps)), key=lambda k: ps[k])
+    for done, k in enumerate(ascending):
+        left = len(ps) - done
+        largest = max(largest, min(1.0, left * ps[k]))
         adjusted[k] = largest
     return adjusted
 

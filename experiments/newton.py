@@ -55,15 +55,18 @@ def squared_length_inside(G: Tensor, x: Tensor) -> float:
 
 
 def compare(G: Tensor, g: Tensor, N: Map, lam: float) -> Record:
-    """Size of F and N, along g and in all; the trace of N is that of one random vector."""
+    """How large F and N are: their traces, and along g beside λ.
+
+    The trace of N is an estimate, uᵀ N u with one vector u of random signs.
+    """
     u = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).sign()
-    squared = float(g.double().square().sum())
-    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]
+    squared = float(g.double().square().sum())  # |g|²
+    in_F = float((G.double() @ g.double()[..., None]).square().sum()) / G.shape[1]  # gᵀ F g
     return {
         "trace_F": float(G.double().square().sum()) / G.shape[1],
         "trace_N": float((u * N(u)).sum()),
-        "along_F": in_F / squared / lam,
+        "along_F": in_F / squared / lam,  # gᵀ F g / (λ |g|²)
         "along_N": float((g * N(g)).sum()) / squared / lam,
-        "share": squared_length_inside(G, g) / squared,
+        "share": squared_length_inside(G, g) / squared,  # of g, in the span of the gradients
         "norm_P": float(G[:, -1].norm()),  # |∇L^P| of θ alone
     }

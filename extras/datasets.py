@@ -1,7 +1,7 @@
 """Program: `bisslight data check`, which opens every image of a data set before a run does."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -70,13 +70,8 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
 
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
-    readable: list[Path] = []
-    for file in found.images:
-        with overheard() as said:
-            fault = find_fault(file)
-        problems += [fault] if fault else [f"{file}: its decoder warns ({text})" for text in said]
-        if not fault:
-            readable.append(file)
+    readable, faults = read_each(found.images)
+    problems += faults
     if task:
         problems += find_copies(task, readable) + find_converted(task)
     return Check(
@@ -86,6 +81,21 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         left_out=found.left_out,
         problems=problems,
     )
+
+
+def read_each(files: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Read image files to their end: those that can be read, and what is wrong or warned of."""
+    readable: list[Path] = []
+    problems: list[str] = []
+    for file in files:
+        with overheard() as said:
+            fault = find_fault(file)
+        if fault:
+            problems.append(fault)
+            continue
+        readable.append(file)
+        problems += [f"{file}: its decoder warns ({text})" for text in said]
+    return readable, problems
 
 
 def find_copies(task: Task, files: Iterable[Path]) -> list[str]:
