@@ -1,13 +1,38 @@
 """What a dry run says of a run: sizes, steps, seconds, and all that the run would refuse."""
 
 import json
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from toy import MAE_RUN, PEFT_STEPS, align_line, contents, done, finetune_line, refusal, run
+import torch
+from PIL import Image
+from toy import (
+    MAE_RUN,
+    PEFT_STEPS,
+    PRETRAIN_STEPS,
+    align_line,
+    contents,
+    done,
+    finetune_line,
+    refusal,
+    run,
+)
 
-from config import AlignConfig, Arch, FinetuneConfig
-from extras.plan import count_trials, describe_length, describe_network, in_hours
+from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
+from extras.plan import (
+    count_trials,
+    describe_length,
+    describe_network,
+    in_hours,
+    median_seconds,
+    reckon,
+    seconds_of_align,
+    seconds_of_finetune,
+    what_is_left,
+)
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -25,8 +50,13 @@ def test_the_length_is_told_in_steps() -> None:
     """65 images in batches of 64 are two steps."""
     given = {"backbone": "vit_b16", "dataset": "dtd"}
     tuned = FinetuneConfig(**given, batch=64, epochs=7, lr=0.1, seeds=2, warmup_epochs=0)
-    assert describe_length(tuned, 65) == "2 trials of 7 epochs of 2 steps"
-    assert "500 alternations of 20 lower and 8 upper" in describe_length(AlignConfig(**given), 65)
+    told = describe_length(tuned, 65)
+    assert told == "2 trials of 7 epochs of 2 steps: the rate 0.1 with 2 seeds"
+    grid = tuned.replace(lr=(1e-3, 3e-3, 1e-2, 3e-2), seeds=8)
+    told = describe_length(grid, 64)
+    assert told == (
+        "11 trials of 7 epochs of 1 step: 4 rates with seed 0, then the best rate with 7 more seeds"
+    )
 
 
 def test_the_network_is_built_without_its_numbers() -> None:
@@ -44,11 +74,11 @@ def test_times_are_for_people() -> None:
 
 def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Path) -> None:
     plan = json.loads(done(align_line(pretrained, "--dry-run --json")))
-    assert {"lower step", "upper step", "validation batch", "about"} <= plan.keys()
+    assert {"lower step", "upper step", "probing step", "validation", "about"} <= plan.keys()
     plan = json.loads(done(finetune_line(pretrained, "--dry-run --json")))
-    assert {"training step", "validation batch", "about"} <= plan.keys()
+    assert {"training step", "validation", "about"} <= plan.keys()
     said = done(finetune_line(pretrained, "--dry-run"))
-    assert "1 trials of 2 epochs of 2 steps" in said and "{" not in said
+    assert "1 trial of 2 epochs of 2 steps: the rate 0.01 with 1 seed" in said and "{" not in said
     assert contents(Path()) == {}
 
 
@@ -72,9 +102,14 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
+    monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["weights"].endswith("mae_pretrain_vit_base_full.pth, to be fetched, 448 MB")
-    assert plan["network"].startswith("12 layers")
+    assert plan["network"].startswith("4 layers")
+    assert "timed with random weights, since the real ones are not here" in plan["about"]
+    monkeypatch.setattr("extras.plan.MOST_NUMBERS", 1)
+    plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
+    assert plan["about"].startswith("not known") and "training step" not in plan
 
 
 def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
@@ -86,3 +121,156 @@ def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
 def test_a_run_of_a_single_step_a_level_can_be_planned(pretrained: Path, elsewhere: None) -> None:
     line = align_line(pretrained, "--lower-steps 1 --upper-steps 1 --warmup 0")
     assert "second" in done(f"{line} --alternations 1 --dry-run")
+
+
+# --- seconds, by arithmetic ---------------------------------------------------------------------
+
+
+class FakeClock:
+    """A clock that stands still until a step says how long it took."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.steps = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def take(self, *seconds: float) -> Iterator[None]:
+        """Steps that take so many seconds each."""
+        for each in seconds:
+            self.now += each
+            self.steps += 1
+            yield
+
+
+def test_the_median_of_steps_leaves_the_first_one_out() -> None:
+    """Without the first, of 50 seconds, one of 0.9 among those of 0.1 and 0.2 says nothing."""
+    clock = FakeClock()
+    assert median_seconds(clock.take(50, 0.1, 0.2, 0.9, 0.2, 0.1), clock) == pytest.approx(0.2)
+
+
+def test_steps_are_taken_for_3_seconds_or_20_times() -> None:
+    for each, taken in ((0.01, 21), (1.0, 4), (40.0, 2)):
+        clock = FakeClock()
+        assert median_seconds(clock.take(*[each] * 99), clock) == pytest.approx(each)
+        assert clock.steps == taken
+
+
+def test_a_long_step_on_a_cpu_is_reckoned_from_two_images() -> None:
+    """A step of 64 images takes 32 times as long as one of 2: more than 5 seconds, or less."""
+    shares: list[float] = []
+
+    def time_steps(whole: float, share: float) -> dict[str, float]:
+        shares.append(share)
+        return {"training step": whole + (0.5 if share < 1 else 0), "validation": 1000.0}
+
+    for whole, device, expected, how in (
+        (6.0, "cpu", 6.5, "2 of 64 images"), (4.0, "cpu", 4.0, ""), (6.0, "meta", 6.0, "")
+    ):  # fmt: skip
+        seconds, told = reckon(partial(time_steps, whole), 64, torch.device(device))
+        assert seconds["training step"] == expected
+        assert how in told and bool(how) == bool(told)
+    assert shares == [1 / 32, 1 / 32, 1.0, 1.0]
+
+
+def test_the_seconds_of_an_align_run_are_those_of_all_that_it_does() -> None:
+    """By hand, with 80 images in batches of 32, so 2.5 steps an epoch.
+
+    Probing 4 * 2.5 * 1 = 10; its validation 100; 25 alternations of 2 * 2 + 5 + 3 * 7 = 30; after
+    10, 20 and 25 of them two validations, 600; decoding 1000. After 20: 5 alternations and one
+    pair of validations.
+    """
+    cfg = AlignConfig(
+        backbone="vit_mini", dataset="dtd", weights=Path("w"), alternations=25, lower_steps=2,
+        upper_steps=3, d_batch=32, probe_epochs=4, eval_every=10, warmup=0,
+    )  # fmt: skip
+    seconds = {"lower step": 2.0, "curvature": 5.0, "upper step": 7.0, "probing step": 1.0}
+    seconds |= {"validation": 100.0, "decoding": 1000.0}
+    assert seconds_of_align(cfg, seconds, 80, None) == 10 + 100 + 25 * 30 + 600 + 1000
+    assert seconds_of_align(cfg, seconds, 80, 20) == 5 * 30 + 200 + 1000
+
+
+def test_the_seconds_of_fine_tuning_are_those_of_training_validations_and_tests() -> None:
+    """By hand: 3 trials of 7 epochs of 2.5 steps of 2 s, 4 validations of 10 s; 2 tests of 30 s.
+
+    Decoding takes 1 s for validation images, and 3 s for three times as many test images. With
+    --test-curve each validation scores the test images, too.
+    """
+    cfg = FinetuneConfig(
+        backbone="vit_mini", dataset="dtd", weights=Path("w"), batch=32, epochs=7, eval_epochs=2,
+        warmup_epochs=0, lr=0.1,
+    )  # fmt: skip
+    seconds = {"training step": 2.0, "validation": 10.0, "decoding": 1.0}
+    sizes = {"train": 80, "val": 20, "test": 60}
+    assert seconds_of_finetune(cfg, seconds, sizes, 3, 2) == 3 * (35 + 40) + 60 + 4
+    curve = cfg.replace(test_curve=True)
+    assert seconds_of_finetune(curve, seconds, sizes, 3, 2) == 3 * (35 + 160) + 60 + 4
+    assert seconds_of_finetune(cfg.replace(batch=256), seconds, sizes, 1, 0) == 14 + 40 + 4
+
+
+# --- what is there already ----------------------------------------------------------------------
+
+
+def test_trials_that_are_there_are_not_counted_again(runs: Path, tmp_path: Path) -> None:
+    """The run has two rates with seed 0, and the best one with seed 1, too: 3 trials, 2 tests."""
+    out = tmp_path / "out"
+    shutil.copytree(runs / "without", out)
+    result = json.loads((out / "result.json").read_text())
+    best, rates = result["lr"], tuple(result["rates"])
+    cfg = FinetuneConfig(
+        backbone="vit_mini", dataset="dtd", weights=Path("w"), lr=rates, seeds=2, warmup_epochs=0
+    )
+    assert what_is_left(cfg, tmp_path / "new") == (3, 2)
+    assert what_is_left(cfg, out) == (0, 0)
+    assert what_is_left(cfg.replace(seeds=5), out) == (3, 3)
+    (out / f"lr{best}-s1/result.json").unlink()
+    (out / f"lr{best}-s1/test.json").unlink()
+    assert what_is_left(cfg, out) == (1, 1)
+    (out / f"lr{best}-s0/result.json").unlink()  # now either rate may be the best
+    assert what_is_left(cfg, out) == (2, 2)
+
+
+def test_a_finished_run_has_nothing_left_to_do(runs: Path, weights: Path) -> None:
+    line = align_line(weights.parent, f"--warmup 0 --out {runs}/aligned --dry-run")
+    assert "nothing is left to do" in done(line)
+    line = finetune_line(weights.parent, f"--lr 1e-3 --out {runs}/without --dry-run")
+    said = done(line)
+    assert "3 trials" in said and "2 rates with seed 0" in said  # with all that is there
+    assert "0 of them are left" in said and "nothing is left to do" in said
+    assert "2 of them are left" in done(f"{line} --seeds 4")
+
+
+PRETRAIN = f"pretrain --backbone vit_mini --pool pool {PRETRAIN_STEPS} --quiet"
+
+
+def make_pool() -> None:
+    """Five images in ./pool."""
+    Path("pool").mkdir()
+    for number in range(5):
+        Image.new("RGB", (20, 20), (50 * number, 0, 0)).save(f"pool/{number}.png")
+
+
+def test_pretraining_is_timed_and_its_directory_looked_at() -> None:
+    make_pool()
+    plan = json.loads(done(f"{PRETRAIN} --batch 4 --epochs 6 --dry-run --json --out p"))
+    assert plan["length"] == "6 epochs of 1 step"
+    assert "training step" in plan and "as it is now" in plan["about"]
+    assert not Path("p").exists()
+    done(f"{PRETRAIN} --batch 4 --out p")
+    assert "nothing is left to do" in done(f"{PRETRAIN} --batch 4 --out p --dry-run")
+    said = refusal(f"{PRETRAIN} --batch 4 --epochs 6 --out p --dry-run")
+    assert "is another run: epochs 1 -> 6" in said
+    Path("pool/3.png").write_bytes(b"no image")
+    assert "3.png" in refusal(f"{PRETRAIN} --out q --dry-run", code=1)
+
+
+def test_a_network_of_timm_says_whether_its_weights_are_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "finetune --backbone timm:test_vit --dataset quilts --epochs 1 --warmup-epochs 0"
+    monkeypatch.setattr("extras.plan.find_timm", lambda name: None)
+    monkeypatch.setattr("extras.plan.MOST_STEPS", 2)
+    plan = json.loads(done(f"{line} --dry-run --json"))
+    assert "not in HF_HOME, to be fetched, about 1 MB" in plan["weights"]
+    assert "timed with random weights" in plan["about"]
