@@ -106,13 +106,7 @@ def find_copies(task: Task, files: Iterable[Path]) -> list[str]:
     groups = defaultdict[str, list[Path]](list)  # by content
     for file in files:
         groups[sha256(file)].append(file)
-    kinds: dict[Path, str] = {}
-    parts: dict[Path, str] = {}
-    for name in SPLITS:
-        split: Split = getattr(task, name)
-        for file, label in zip(split.images, split.targets.tolist(), strict=True):
-            kinds[file] = task.classes[label]
-            parts[file] = name
+    kinds, parts = places_of_files(task)
     problems = []
     for first, *copies in groups.values():
         if not copies:
@@ -125,3 +119,15 @@ def find_copies(task: Task, files: Iterable[Path]) -> list[str]:
         same = ", ".join(str(file) for file in copies)
         problems.append(f"{same}: is the same as {first}{where}")
     return problems
+
+
+def places_of_files(task: Task) -> tuple[dict[Path, str], dict[Path, str]]:
+    """The class and the part of each file of a folder, such as "rose" and "train"."""
+    kinds: dict[Path, str] = {}
+    parts: dict[Path, str] = {}
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        for file, label in zip(split.images, split.targets.tolist(), strict=True):
+            kinds[file] = task.classes[label]
+            parts[file] = name
+    return kinds, parts

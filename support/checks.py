@@ -109,11 +109,7 @@ def check_images(images: Stored, name: str) -> None:
 
 
 def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
-    """Raise ValueError where labels mean something else than `Split` says; `name` says whose.
-
-    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, nothing would be wrong,
-    and the average precision of any network 100 %.
-    """
+    """Raise ValueError where labels mean something else than `Split` says; `name` says whose."""
     labels = split.targets
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
@@ -122,13 +118,21 @@ def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
         raise ValueError(f"{name}: labels are on a GPU; labels.cpu()")
     if len(labels) != len(split.images):
         raise ValueError(f"{name}: has {len(split.images)} images and {len(labels)} labels")
-    if labels.ndim == 1:
-        if not 0 <= labels.min() <= labels.max() < len(classes):
-            raise ValueError(
-                f"{name}: labels go from {labels.min()} to {labels.max()}; they are numbers of"
-                f" classes, from 0 to {len(classes) - 1}"
-            )
-        return
+    if labels.ndim > 1:
+        check_several(labels, name, classes)
+    elif not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(
+            f"{name}: labels go from {labels.min()} to {labels.max()}; they are numbers of"
+            f" classes, from 0 to {len(classes) - 1}"
+        )
+
+
+def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
+    """Raise ValueError where labels of images with several classes are not as `Split` says.
+
+    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, nothing would be wrong,
+    and the average precision of any network 100 %.
+    """
     if labels.shape[1:] != (len(classes),):
         raise ValueError(
             f"{name}: labels have the shape {tuple(labels.shape)}; give (images,), a class each, or"
