@@ -19,7 +19,14 @@ from data import (
     read_folder,
     subfolders,
 )
-from support.benchmarks import BENCHMARKS, open_task, place_of
+from support.benchmarks import (
+    BENCHMARKS,
+    omniglot_pool,
+    omniglot_task,
+    open_task,
+    place_of,
+    say_no_name,
+)
 from support.checks import find_converted
 from support.errors import UsageError, as_usage_error, collected
 from support.files import sha256
@@ -48,9 +55,11 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     benchmark may be a subset. Raises UsageError if there is no such data set.
     """
     name = name_or_folder(name)
+    if name.partition(":")[0] == "omniglot":
+        return check_omniglot(name)
     place = place_of(name, root)
     if not place.is_dir():
-        raise UsageError(f"{name}: there is no folder {place}")
+        raise UsageError(f"{name}: there is no folder {place}, and {say_no_name(place.name)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out)
     holds = describe(pool)
@@ -96,6 +105,18 @@ def read_each(files: Sequence[Path]) -> tuple[list[Path], list[str]]:
         readable.append(file)
         problems += [f"{file}: its decoder warns ({text})" for text in said]
     return readable, problems
+
+
+def check_omniglot(name: str) -> Check:
+    """Look at the handwriting that is a part of this program: the pool, or an alphabet's task."""
+    source: Pool | Task
+    if name == "omniglot":
+        source = omniglot_pool()
+        images = len(source.images)
+    else:
+        source = omniglot_task(name.removeprefix("omniglot:"), seed=0)
+        images = sum(source.sizes().values())
+    return Check(name=name, images=images, holds=describe(source), left_out={}, problems=[])
 
 
 def find_copies(task: Task, files: Iterable[Path]) -> list[str]:

@@ -55,6 +55,8 @@ def short(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> AlignResul
 def test_a_result_says_what_the_last_record_says(short: AlignResult) -> None:
     last = read_records(Path(short.out))[-1]
     assert (short.distance, short.cosine) == (last["distance"][-1], last["cosine"][-1])
+    assert short.probe_val is not None
+    assert short.probe_val.model_dump() == read_records(Path(short.out))[0]["probe_val"]
     assert (short.val_P.model_dump(), short.val_D.model_dump()) == (last["val_P"], last["val_D"])
 
 
@@ -108,6 +110,18 @@ def test_a_result_says_how_far_q_is_from_g_and_when_it_is_hardly(
     assert result.change_of_g == (None if change is None else pytest.approx(change, abs=1e-12))
     assert ("as one without curvature" in str(result)) == (change in (0.005, 0.0))
     assert ("gradient by 0.5 %" in str(result)) == (change == 0.005)
+
+
+@pytest.mark.parametrize(("before", "is_worse"), [(51.0, True), (50.0, False), (None, False)])
+def test_a_result_below_the_linear_probe_says_so(before: float | None, is_worse: bool) -> None:
+    score = {"accuracy": 50.0, "loss": 1.0}
+    probe = before and {"accuracy": before, "loss": 1.0}
+    result = AlignResult.model_validate(
+        {"out": "a", "metric": "top-1 accuracy", "cpu_seconds": 1, "seconds": 1, "distance": None}
+        | {"q_over_g": None, "cosine": None, "val_P": score, "val_D": score, "probe_val": probe}
+    )
+    said = "less than the linear probe reached before, 51.0 %"
+    assert (said in str(result)) == is_worse == ("made it worse" in str(result))
 
 
 # --- the paper's settings ---------------------------------------------------------------------

@@ -50,13 +50,13 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("flag", ["--lr", "--save-minutes"])
 def test_a_number_that_is_not_finite_is_refused_in_a_line(flag: str, number: str) -> None:
     said = refusal(f"finetune --backbone vit_mini --dataset quilts {flag} {number}")
-    assert re.fullmatch(rf"error: {flag}: '?{number}'? is not a finite number", said)
+    assert re.fullmatch(rf"error: {flag}: has to be a finite number, not '?{number}'?", said)
 
 
 @pytest.mark.parametrize("flag", ["--lam", "--d-lr"])
 def test_a_number_of_align_that_is_not_finite_is_refused_in_a_line(flag: str) -> None:
     said = refusal(f"align --backbone vit_mini --dataset quilts {flag} nan")
-    assert said == f"error: {flag}: nan is not a finite number"
+    assert said == f"error: {flag}: has to be a finite number, not nan"
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -334,7 +334,14 @@ WRONG = [  # command line, exit code, what the one line names
     ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "with"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
-    (f"{ALIGN} --preset papr", 2, "--preset: "),
+    (
+        f"{ALIGN} --preset papr",
+        2,
+        "--preset: has to be one of 'paper' or 'as-released', not 'papr'",
+    ),
+    (f"{TUNE} --seeds 0", 2, "--seeds: has to be more than 0, not 0"),
+    (f"{FIRST} --dataset quilts --pool omnigot", 2, "did you mean omniglot?"),
+    ("align --backbone vit_mini --dataset quilts --weights gone", 2, "gone: is not here"),
     (f"{TUNE} --pool pics", 2, "--pool"),
     (f"{JEPA} min_keep=9", 2, "9"),
     ("evaluate nowhere", 2, "nowhere"),

@@ -12,6 +12,7 @@ from copies import make, picture
 from loopback import Server
 from PIL import Image
 from torchvision.datasets import OxfordIIITPet
+from toy import done, refusal
 
 from extras.datasets import check
 from support.benchmarks import BENCHMARKS, download
@@ -110,6 +111,14 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     (tmp_path / "set/c").symlink_to("nowhere")
     (fault,) = check(f"{tmp_path}/set", tmp_path).problems
     assert f"{tmp_path}/set/c: is a link to nowhere" in fault
+
+
+def test_handwriting_is_checked_by_its_name() -> None:
+    """Greek has 24 characters, each written by 20 people; the pool has 129 of 20."""
+    said = done("data check omniglot:Greek")
+    assert "24 classes, 480 images" in said and "no problems in 480 images" in said
+    assert "no problems in 2580 images" in done("data check omniglot")
+    assert "did you mean omniglot:Greek?" in refusal("data check omniglot:Grek")
 
 
 @pytest.mark.filterwarnings("ignore:.*tar.*:DeprecationWarning")  # torchvision, Python 3.12

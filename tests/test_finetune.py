@@ -78,6 +78,18 @@ def test_a_finished_run_grows_and_keeps_its_trials_and_tests(weights: Path, tmp_
         assert one.read_bytes() == other.read_bytes()
 
 
+def test_the_time_of_a_rate_that_lost_is_counted(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three seeds of a rate, then a better one: the cost is that of all six trials' results."""
+    tune(weights, tmp_path, lr=(1e-3,), seeds=3)
+    monkeypatch.setattr(program, "choose_rate", lambda _: 3e-2)
+    grown = tune(weights, tmp_path, lr=(1e-3, 3e-2), seeds=3)
+    trials = [json.loads(file.read_text()) for file in tmp_path.glob("lr*/result.json")]
+    assert len(trials) == 6
+    assert grown.cpu_seconds == pytest.approx(sum(trial["cpu_seconds"] for trial in trials))
+
+
 def test_a_finished_run_is_only_read(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refus
 
 import cli
 import finetune
-from config import AlignConfig, FinetuneConfig
+from config import AlignConfig, FinetuneConfig, PretrainConfig
 from support import files, runs
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
@@ -498,4 +498,16 @@ def test_a_run_among_the_labelled_images_is_refused(tmp_path: Path) -> None:
     cfg = FinetuneConfig(backbone="vit_mini", dataset=f"folder:{tmp_path}")
     with pytest.raises(UsageError, match="lies among the images"):
         check_directory(tmp_path / "runs/a", {}, cfg)
-    check_directory(tmp_path.parent / "runs", {}, cfg)
+    check_directory(tmp_path.parent / "beside it", {}, cfg)
+
+
+def test_a_run_in_its_pool_is_refused(tmp_path: Path) -> None:
+    """A picture in it would be an image of the pool, the next time."""
+    pool = f"folder:{tmp_path}"
+    for cfg in (
+        AlignConfig(backbone="vit_mini", dataset="dtd", pool=pool),
+        PretrainConfig(backbone="vit_mini", pool=pool),
+    ):
+        with pytest.raises(UsageError, match=f"lies among the images of --pool {tmp_path}, where"):
+            check_directory(tmp_path / "runs/a", {}, cfg)
+        check_directory(tmp_path.parent / "beside it", {}, cfg)
