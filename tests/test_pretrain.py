@@ -2,17 +2,21 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from quilts import quilts
 from toy import read_records
 
-from config import BACKBONES, AlignConfig, PretrainConfig
+from config import BACKBONES, OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig
 from data import Pool
 from extras.pretrain import PretrainResult, make_optimiser, pretrain
+from support.benchmarks import INK
 from support.checkpoints import find_weights, load_backbone
 from support.errors import UsageError
+from support.experiment import open_experiment
 
 
 def config(**more: object) -> PretrainConfig:
@@ -73,6 +77,38 @@ def test_what_is_saved_is_read_as_an_official_file_is_and_the_last_loss_is_told(
     last = read_records(weights)[-1]
     told = str(PretrainResult(**content))
     assert f"{last['loss']:.4g}" in told and str(weights / "backbone.pth") in told
+
+
+def test_the_normalisation_of_pretraining_is_kept_and_another_one_is_told(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The quilts' own in the file. The file of handwriting, and a copy of it, is known by content.
+
+    A file of an earlier version says nothing, so nothing is said.
+    """
+    about = json.loads(torch.load(weights / "backbone.pth")["bisslight"])
+    pool, task = quilts(0)
+    assert (tuple(about["mean"]), tuple(about["std"])) == (pool.mean, pool.std)
+    copy = tmp_path / "copy.pth"
+    shutil.copy(OMNIGLOT, copy)
+    older = torch.load(weights / "backbone.pth")
+    older["bisslight"] = json.dumps({"backbone": "vit_mini", "arch": about["arch"]})
+    torch.save(older, tmp_path / "older.pth")
+    other = task._replace(mean=(0.5, 0.5, 0.5))
+    ink = task._replace(mean=INK[0], std=INK[1])
+    for file, given, said in (
+        (weights, task, 0),
+        (weights, other, 1),
+        (tmp_path / "older.pth", other, 0),
+        (OMNIGLOT, ink, 0),
+        (copy, ink, 0),
+        (copy, other, 1),
+    ):
+        caplog.clear()
+        open_experiment(FinetuneConfig(backbone="vit_mini", dataset="own", weights=file), given)
+        lines = [x for x in caplog.messages if x.startswith("--weights: was pretrained on")]
+        assert len(lines) == said, (file, lines)
+        assert not said or f"mean {given.mean}, std" in lines[0]
 
 
 def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
