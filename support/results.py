@@ -63,6 +63,7 @@ class AdapterInfo(BaseModel, frozen=True):
     unlike_paper: Record = {}  # settings that are not the paper's, by name
     # These are set by finetune alone.
     lr: float | None = None
+    earlier_seeds: list[int] = []  # of the finetune runs that it came from, the first one first
     classes: list[str] = []
     several_classes: bool = False  # whether an image may be of several
 

@@ -462,6 +462,54 @@ def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_hea
             tune(weights, tmp_path / "same", start=first, seed=seed, seeds=2, lr=(1e-2,))
 
 
+def test_a_seed_does_not_come_again_in_a_chain_of_restarts(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """Seeds 0 and 1, then 2 and 3: heads and batches of 0 would come a second time."""
+    start = aligned
+    for name, seed in (("first", 0), ("second", 2)):
+        tune(weights, tmp_path / name, start=start, seed=seed, seeds=2, lr=(1e-2,))
+        start = tmp_path / name
+    assert load_adapter(find_adapters(start)[1]).info.earlier_seeds == [1]
+    with pytest.raises(UsageError, match=r"comes from a run of seed 0, which this run has, too"):
+        tune(weights, tmp_path / "third", start=start, seed=0, seeds=2, lr=(1e-2,))
+    tune(weights, tmp_path / "third", start=start, seed=4, seeds=2, lr=(1e-2,))
+    third = [load_adapter(file).info.earlier_seeds for file in find_adapters(tmp_path / "third")]
+    assert third == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("instead", ["gone", "of align", "of another rate", "damaged"])
+def test_an_untested_trial_whose_adapter_is_not_its_own_is_to_be_removed(
+    instead: str, weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """As it is told, the same command then trains it again, to the same numbers."""
+    settings: dict[str, Any] = {"lr": (1e-2,), "seeds": 1}
+    first = tune(weights, tmp_path / "f", **settings)
+    tune(weights, tmp_path / "other", lr=(1e-3,), seeds=1)
+    trial = tmp_path / "f/lr0.01-s0"
+    file = trial / "adapter.safetensors"
+    (trial / "test.json").unlink()
+    file.unlink()
+    if instead == "of align":
+        shutil.copy(aligned / "s2/adapter.safetensors", file)
+    elif instead == "of another rate":
+        shutil.copy(tmp_path / "other/lr0.001-s0/adapter.safetensors", file)
+    elif instead == "damaged":
+        file.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match=f"^{file}: .*; remove {trial}, and the same command"):
+        tune(weights, tmp_path / "f", **settings)
+    shutil.rmtree(trial)
+    assert without_time(tune(weights, tmp_path / "f", **settings)) == without_time(first)
+
+
+def test_a_transfer_between_data_sets_of_two_names_is_not_doubted(tmp_path: Path) -> None:
+    steps = f"{ALIGN_STEPS} --probe-epochs 0 --alternations 1 --warmup 0"
+    done(f"align --backbone vit_mini --dataset omniglot:Greek {steps} --quiet --out {tmp_path}/a")
+    line = f"finetune --from {tmp_path}/a --dataset omniglot:Latin {PEFT_STEPS} --quiet"
+    outcome = run(f"{line} --out {tmp_path}/f")
+    assert (outcome.code, outcome.err) == (0, "")
+
+
 def with_info(run: Path, **changes: Any) -> None:
     """Change what the adapter of a run says of itself."""
     file = run / "adapter.safetensors"

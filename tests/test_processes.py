@@ -1,6 +1,7 @@
 """Signals, and processes that share every batch: one process's numbers."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from filelock import FileLock
 from toy import align_line, done, finetune_line, read_records, torchrun
 
 import cli
+import support.progress as progress
 from support.errors import UsageError
 from support.processes import TORCHRUN, count_processes, make_ready
 from support.screen import is_first_process
@@ -196,3 +198,11 @@ def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
     for more, told in [("--out mine", "holds thesis.tex"), ("--p-batch 1 --out b", "--p-batch 1")]:
         assert ends(together(f"{line} {more}")) == [2, 2]
         assert all(told in text for text in said())
+
+
+def test_warnings_are_told_by_the_first_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes look at the same images, and would tell the same."""
+    for is_first in (True, False):
+        monkeypatch.setattr(progress, "is_first_process", lambda is_first=is_first: is_first)
+        with progress.training(quiet=True):
+            assert progress.LOG.isEnabledFor(logging.WARNING) == is_first
