@@ -58,7 +58,7 @@ Seconds = dict[str, float]  # by the name of what takes them
 VAL_BATCH = 256  # images
 MOST_STEPS = 20  # how many are timed, after a first one that warms up;
 LONG_ENOUGH = 3.0  # fewer if they take so many seconds together
-LONG_STEP = 5.0  # seconds; on a CPU, a longer step is reckoned from one with 2 images
+LONG_STEP = 5.0  # seconds; on a CPU, a longer step is reckoned from one with a few images
 MOST_NUMBERS = 100e6  # of a backbone that is tried out on a CPU with random weights
 A_DAY = 24 * 3600.0  # seconds
 RATE = 1e-9  # of the steps that are timed: with it nothing diverges
@@ -72,12 +72,11 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
     that cannot be read, adapters that do not fit, a directory of another run.
     """
     task, pool, weights = open_sources(cfg)
-    device = set_up_device(cfg)
-    found: Record = {"out": str(out), "device": str(device)}
+    found: Record = {"out": str(out), "device": ""}
     found |= describe_sources(task, pool)
     if isinstance(cfg, PretrainConfig):
         assert pool is not None  # pretraining has one
-        found |= plan_pretrain(cfg, out, pool, device)
+        found |= plan_pretrain(cfg, out, pool)
     else:
         if weights is None:
             check_timm(cfg.backbone)
@@ -90,9 +89,10 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
     return found | {"unlike the paper": cfg.unlike_paper()}
 
 
-def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool, device: torch.device) -> Record:
+def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     """Return what is particular to a `pretrain` run."""
-    found = describe_network(cfg.arch(), cfg.pretext)
+    device = set_up_device(cfg)
+    found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
     look_at(pool.images)
     check_directory(out, define("pretrain", cfg, {"pool_sha256": fingerprint(pool)}), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
@@ -106,7 +106,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool, device: torch.devi
     if device.type == "cpu" and count_numbers(cfg.arch()) > MOST_NUMBERS:
         return found | {"about": not_tried("this network")}
     time_steps = partial(time_pretraining, cfg, pool, device)
-    seconds, how = reckon(time_steps, cfg.batch, device)
+    seconds, how = reckon(time_steps, cfg.batch, device, few=8)
     left = cfg.epochs * epoch_steps - done
     return found | tell_times(seconds, left * seconds["training step"], how, cfg.backbone, device)
 
@@ -119,7 +119,8 @@ def plan_align(cfg: AlignConfig, out: Path, weights: Path | None, is_here: bool)
     if not is_here:
         digests = digests | {"weights_sha256": recorded(out).get("weights_sha256")}
     check_directory(out, define("align", cfg, digests), cfg)
-    found = describe_weights(cfg, weights, experiment.networks)
+    found = {"device": str(experiment.device)}
+    found |= describe_weights(cfg, weights, experiment.networks)
     found |= describe_network(experiment.networks.arch, cfg.pretext)
     found["length"] = (
         f"{cfg.probe_epochs} epochs of linear probing, {cfg.alternations} alternations of "
@@ -157,16 +158,17 @@ def plan_finetune(cfg: FinetuneConfig, out: Path, weights: Path | None, is_here:
     check_directory(out, define_finetune(experiment, starts[0]), cfg)
     cfg = with_earlier(out, cfg)  # a run goes on with all rates and seeds that are there
     read_starts(cfg)  # refuses too few adapters for all seeds
-    found = describe_weights(cfg, weights, experiment.networks)
+    found = {"device": str(experiment.device)}
+    found |= describe_weights(cfg, weights, experiment.networks)
     found |= describe_network(experiment.networks.arch, cfg.pretext)
     task = experiment.task
     images = len(task.train.targets)
     trials, tests = what_is_left(cfg, out)
     found["length"] = describe_length(cfg, images)
-    if trials < count_trials(cfg):
-        found["length"] += f"; {trials} of them are left"
     if trials + tests == 0 and (out / "result.json").exists():
         return found | {"about": NOTHING_LEFT}
+    if trials < count_trials(cfg):
+        found["length"] += f"; {trials} of them are left"
     if not may_be_tried(experiment, is_here):
         return found | {"about": not_tried("random weights")}
     time_steps = partial(time_finetune, experiment)
@@ -450,7 +452,7 @@ def may_be_tried(experiment: Experiment[Any], is_here: bool) -> bool:
 
 
 def reckon(
-    time_steps: Callable[[float], Seconds], smallest: int, device: torch.device
+    time_steps: Callable[[float], Seconds], smallest: int, device: torch.device, few: int = 2
 ) -> tuple[Seconds, str]:
     """Return seconds of whole steps, and a clause on how they are known, which may be empty.
 
@@ -461,11 +463,13 @@ def reckon(
             returns what whole ones take.
         smallest: images in the smallest batch of a step.
         device: where the network is.
+        few: images that are enough. Where all weights are trained, the optimiser's part of a step,
+            which is the same for any number of images, would count too much with two.
     """
-    if device.type == "cpu" and smallest > 2:
-        seconds = time_steps(2 / smallest)
+    if device.type == "cpu" and smallest > few:
+        seconds = time_steps(few / smallest)
         if max(value for name, value in seconds.items() if name.endswith("step")) > LONG_STEP:
-            return seconds, f", reckoned from steps with 2 of {smallest} images"
+            return seconds, f", reckoned from steps with {few} of {smallest} images"
     return time_steps(1.0), ""
 
 
