@@ -45,7 +45,10 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
     if len(files) == 1:
         starts = [read_start(files[0])] * cfg.seeds
     elif len(files) < cfg.seeds:
-        raise UsageError(f"--from {cfg.start}: has {len(files)} adapters, --seeds is {cfg.seeds}")
+        raise UsageError(
+            f"--from {cfg.start}: has {len(files)} adapters, --seeds is {cfg.seeds};"
+            f" give --seeds {len(files)}, or a single adapter for all"
+        )
     else:
         starts = [read_start(file) for file in files[: cfg.seeds]]
     check_seeds(starts, cfg)
@@ -80,9 +83,12 @@ def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
         if start.info.stage == "align" and seed is not None:
             first = by_seed.setdefault(seed, start)
             if first.sha256 != start.sha256:
-                raise UsageError(f"--from {start.file}: is of align seed {seed}, as {first.file}")
+                raise UsageError(
+                    f"--from {start.file}: is of align seed {seed}, as {first.file};"
+                    " remove one of them"
+                )
     if len({start.sha256 for start in starts}) not in (1, len(starts)):
-        raise UsageError(f"--from {cfg.start}: has an adapter twice, so no run a seed")
+        raise UsageError(f"--from {cfg.start}: has an adapter twice, so no run a seed; remove one")
 
 
 def check_alike(starts: Sequence[Start]) -> None:
@@ -90,8 +96,11 @@ def check_alike(starts: Sequence[Start]) -> None:
     first = starts[0]
     for start in starts:
         if without_seed(start.info) != without_seed(first.info):
+            theirs = dict(without_seed(first.info))
+            names = [x for x, value in without_seed(start.info) if value != theirs[x]]
             raise UsageError(
-                f"--from {start.file}: differs in more than the seed from {first.file}"
+                f"--from {start.file}: differs in more than the seed from {first.file}:"
+                f" {', '.join(names)}; give runs that differ in the seed alone"
             )
 
 
@@ -119,7 +128,8 @@ def check_settings(start: Start, cfg: FinetuneConfig) -> None:
         theirs = getattr(start.info, name)
         if theirs not in (None, value):
             raise UsageError(
-                f"--from {start.file}: has {name} {theirs}, this run {value}; align again"
+                f"--from {start.file}: has {name} {theirs}, this run {value};"
+                " give the settings of that run, or align again"
             )
 
 
@@ -134,10 +144,13 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
         with as_usage_error(f"--from {file}"):  # it turns ValueErrors into a UsageError
             if theta.shape != (backbone.depth, p):
                 raise ValueError(
-                    f"has a θ of {tuple(theta.shape)}, this network needs {(backbone.depth, p)}"
+                    f"has a θ of {tuple(theta.shape)}, this network needs {(backbone.depth, p)};"
+                    " give the --backbone and --rank of its run"
                 )
             if info.weights_sha256 not in (None, experiment.digests["weights_sha256"]):
-                raise ValueError("was trained on other --weights than this run's; align again")
+                raise ValueError(
+                    "was trained on other --weights than this run's; give those, or align again"
+                )
             doubts += check_unseen(info, experiment)
     for doubt in dict.fromkeys(doubts):  # each once, however many adapters there are
         LOG.warning("--from: %s", doubt)
@@ -170,7 +183,8 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
                 f"was trained on {len(seen)} of the {len(experiment.task.test.targets)} test"
                 f" images, by content or by class and name, such as {names}; take its data seed,"
                 f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
-                " align again. If they are other pictures, rename their files"
+                " align again. If they are other pictures, rename their files; a picture that both"
+                " data sets have, such as a placeholder, has to be removed here"
             )
         return doubts
     if info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):

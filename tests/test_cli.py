@@ -300,13 +300,21 @@ ALIGN = f"align {MAE_RUN}"
 TUNE = f"finetune {MAE_RUN}"
 JEPA = f"align {IJEPA_RUN}".replace("{weights}", "{jepa}")
 WRONG = [  # command line, exit code, what the one line names
-    ("align --backbone vit_mini --dataset quilts", 2, "--weights"),
+    ("align --backbone vit_mini --dataset quilts", 2, "a run of `bisslight pretrain --backbone"),
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: "),
     (f"{FIRST} --pool quilts --dataset folder:no", 2, "/no"),
     (f"{FIRST} --pool quilts --dataset ./small", 2, "b"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
-    ("finetune --backbone vit_mini --dataset quilts --weights aligned", 2, "pretrain run"),
+    (
+        "finetune --backbone vit_mini --dataset quilts --weights aligned",
+        2,
+        "pretrain run; give one",
+    ),
+    ("finetune --from aligned --rank 4", 2, "give the settings of that run, or align again"),
+    ("finetune --from with --seed 5", 2, "has 2 adapters, --seeds is 8; give --seeds 2"),
+    (f"{TUNE} --split-file mine.html --dataset omniglot:Greek", 2, "--split-file; leave it out"),
+    (f"{TUNE} --batch 1 head='batchnorm'", 2, "images, 2 are needed; give another --batch"),
     ("aling", 2, "align"),
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
     (f"{ALIGN} --alternations ten", 2, "--alternations: give a whole number"),
@@ -314,7 +322,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("demo --out ~nosuchuser/r", 2, "there is no user nosuchuser"),
     ("demo --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
-    (f"{ALIGN} --hypergrad exact", 2, "5000"),
+    (f"{ALIGN} --hypergrad exact", 2, "5000; give --hypergrad mfac"),
     (
         f"{ALIGN} --config typo.toml",
         2,
@@ -332,7 +340,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
-    ("export with --weights other.pth", 2, "with"),
+    ("export with --weights other.pth", 2, "made with others; give those of its config.json"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
     (
         f"{ALIGN} --preset papr",
