@@ -20,7 +20,7 @@ from toy import align_line, done, finetune_line, read_records, torchrun
 import cli
 import support.progress as progress
 from support.errors import UsageError
-from support.processes import TORCHRUN, count_processes, make_ready
+from support.processes import TORCHRUN, World, count_processes, make_ready
 from support.screen import is_first_process
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -202,7 +202,7 @@ def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
 
 def test_warnings_are_told_by_the_first_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes look at the same images, and would tell the same."""
-    for is_first in (True, False):
-        monkeypatch.setattr(progress, "is_first_process", lambda is_first=is_first: is_first)
+    for rank in (0, 1):
+        monkeypatch.setattr(progress, "world", lambda rank=rank: World(rank, size=2))
         with progress.training(quiet=True):
-            assert progress.LOG.isEnabledFor(logging.WARNING) == is_first
+            assert progress.LOG.isEnabledFor(logging.WARNING) == (rank == 0)
