@@ -233,7 +233,7 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
 @pytest.mark.parametrize(
     ("kind", "wrong", "named"),
     [
-        (AlignConfig, {"lam": -1}, "--lam: -1.* more than 0"),
+        (AlignConfig, {"lam": -1}, "--lam: has to be more than 0, not -1"),
         (AlignConfig, {"aspect": (0, 1)}, "^aspect: "),
         (AlignConfig, {"hypergrad": "newton"}, "--hypergrad: .*mfac"),
         (AlignConfig, {"backbone": "vit_mni"}, "--backbone: vit_mni .*did you mean vit_mini"),
