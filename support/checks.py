@@ -6,6 +6,7 @@ Most of what is refused here would train, and give an accuracy that means someth
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from data import (
     Task,
     count_by_class,
     evenly_spaced,
+    find_lookalikes,
     size_of,
 )
 
@@ -29,6 +31,10 @@ from data import (
 
 def check_task(task: Task) -> None:
     """Raise ValueError, one line, where images or labels from a script are not as `Task` says."""
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"task: is a {type(task).__name__}; give data.Task(name, train, val, test, classes)"
+        )
     check_channels(task.mean, task.std)
     is_list = isinstance(task.classes, Sequence) and not isinstance(task.classes, str)
     if not is_list or not all(isinstance(kind, str) for kind in task.classes):
@@ -38,8 +44,13 @@ def check_task(task: Task) -> None:
         )
     if len(set(task.classes)) < max(2, len(task.classes)):
         raise ValueError("classes: two or more names are needed, each once")
+    if faults := find_lookalikes(task.classes):
+        raise ValueError(f"classes: {'; '.join(faults)}")
     for name in SPLITS:
         split: Split = getattr(task, name)
+        if not isinstance(split, Split):
+            kind = type(split).__name__
+            raise ValueError(f"{name}: is a {kind}; give data.Split(images, labels)")
         check_images(split.images, name)
         check_labels(split, name, task.classes)
     if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
@@ -57,13 +68,15 @@ def as_checked(task: Task) -> Task:
         val=Split(task.val.images, task.val.targets),
         test=Split(task.test.images, task.test.targets),
         classes=list(task.classes),
-        mean=tuple(task.mean),
-        std=tuple(task.std),
+        mean=tuple(float(x) for x in task.mean),
+        std=tuple(float(x) for x in task.std),
     )
 
 
 def check_pool(pool: Pool) -> None:
     """Raise ValueError, one line, where images from a script are not as `Pool` says."""
+    if not isinstance(pool, Pool):
+        raise ValueError(f"pool: is a {type(pool).__name__}; give data.Pool(images)")
     check_channels(pool.mean, pool.std)
     check_images(pool.images, "pool")
 
@@ -72,6 +85,8 @@ def check_channels(mean: Channels, std: Channels) -> None:
     """Raise ValueError where mean and std are not those of three channels of pixels in [0, 1]."""
     if not (isinstance(mean, Sequence) and isinstance(std, Sequence)):
         raise ValueError("mean and std: give three numbers each, such as (0.5, 0.5, 0.5)")
+    if not all(isinstance(x, Real) for x in (*mean, *std)):
+        raise ValueError(f"mean {mean} and std {std}: give three numbers each")
     are_three = len(mean) == len(std) == 3
     if not (are_three and all(0 <= x <= 1 for x in mean) and all(0 < x <= 1 for x in std)):
         raise ValueError(
@@ -104,7 +119,9 @@ def check_images(images: Stored, name: str) -> None:
         raise ValueError(f"{name}: images are on a GPU, or need gradients; images.detach().cpu()")
     if not 0 <= images.min() <= images.max() <= 1:  # nan is refused, too
         raise ValueError(f"{name}: pixels of images in memory have to be numbers from 0 to 1")
-    if 0 < images.max() < 2 / 255:
+    if images.max() == 0:
+        raise ValueError(f"{name}: all pixels are 0")
+    if images.max() < 2 / 255:
         raise ValueError(f"{name}: no pixel is above 2/255; were they divided by 255 twice?")
 
 

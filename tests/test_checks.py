@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import TensorDataset
 from toy import photos_in
 
 from data import SPLITS, Pool, Split, Task, Transform, decode_once, folder
@@ -174,6 +175,34 @@ def test_names_and_normalisation_of_other_kinds_are_refused(
     split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=said):
         check_task(Task("own", split, split, split, ["a", "b"])._replace(**changes))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ((1, 2, 3), "^task: is a tuple; give data.Task"),
+        (own(val=None), "^val: is a NoneType; give data.Split"),
+        (own(train=(PIXELS, torch.arange(6))), "^train: is a tuple; give data.Split"),
+        (own(test=TensorDataset(PIXELS)), "^test: is a TensorDataset; give data.Split"),
+        (own(mean=("a", "b", "c")), "^mean .* give three numbers each"),
+        (own(std=(None,) * 3), "^mean .* give three numbers each"),
+        (own(classes=["cat", "Cat ", "dog"]), "'cat' and 'Cat ' look alike"),
+    ],
+)
+def test_what_is_no_task_is_refused_in_a_line(task: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_task(task)
+
+
+def test_what_is_no_pool_is_refused_in_a_line() -> None:
+    pool: Any = PIXELS
+    with pytest.raises(ValueError, match=r"^pool: is a Tensor; give data.Pool"):
+        check_pool(pool)
+
+
+def test_black_images_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^pool: all pixels are 0"):
+        check_pool(Pool(torch.zeros(2, 3, 8, 8)))
 
 
 def test_images_divided_by_255_twice_are_refused() -> None:

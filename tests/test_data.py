@@ -247,6 +247,17 @@ def test_what_systems_put_among_images_is_no_class_and_no_image(
     assert found.faults == [f"{tmp_path}: cannot be read (Permission denied); see its permissions"]
 
 
+def test_images_that_are_left_out_by_their_names_are_counted(tmp_path: Path) -> None:
+    """What stands for a picture in a cloud, and @user.png; not what is beside a copied file."""
+    make(tmp_path, *[f"{c}/{i}.png" for c in "ab" for i in "123"], "a/@user.png", "a/._1.png")
+    (tmp_path / "b/.4.png.icloud").touch()
+    (tmp_path / "b/.5.png.icloud").touch()
+    assert data.describe(folder(tmp_path, 0)) == [
+        "2 classes, 6 images: a 3, b 3; train 2, val 2, test 2",
+        "left out: 2 .icloud, 1 .png beginning with @",
+    ]
+
+
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     split = Split(pixels := torch.rand(4, 3, 12, 12), torch.arange(4))
     ((x, y),) = batches(Images(split, TRANSFORM, False, 0, ""), [[*enumerate(range(4))]], 0, CPU)

@@ -56,6 +56,27 @@ def test_of_several_pages_the_first_is_taken_and_a_warning_says_how_many(tmp_pat
         assert (read(tmp_path / "two.png") == a).all()
 
 
+@pytest.mark.parametrize(("mode", "samples"), [("RGB", 4), ("RGB", 5), ("L", 2)])
+def test_bands_that_are_not_taken_are_told(tmp_path: Path, mode: str, samples: int) -> None:
+    """Near infrared, and more; by a TIFF file written by hand, of one pixel."""
+    bands = len(mode)
+    tags = [(256, 3, 1, 1), (257, 3, 1, 1), (259, 3, 1, 1), (262, 3, 1, 2 if bands == 3 else 1),
+            (273, 4, 1, 300), (277, 3, 1, samples), (278, 3, 1, 1),
+            (279, 4, 1, samples)]  # fmt: skip
+    extra = samples - bands
+    tags += [(258, 3, samples, 8 * 0x10001 if samples == 2 else 200)]
+    tags += [(338, 3, extra, 0)]  # of unknown meaning; two zeros fit into the entry
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    for tag in sorted(tags):
+        head += struct.pack("<HHII", *tag)
+    head = (head + bytes(4)).ljust(200, b"\0") + struct.pack("<5H", *[8] * 5)
+    file = tmp_path / "a.tif"
+    file.write_bytes(head.ljust(300, b"\0") + bytes([200, 100, 50, 25, 12][:samples]))
+    with pytest.warns(UserWarning, match=f"it has {samples} bands, the first {bands} are taken"):
+        pixels = read(file)
+    assert pixels[0, 0].tolist() == ([200, 100, 50] if bands == 3 else [200, 200, 200])
+
+
 @pytest.mark.parametrize(
     "name", ["rgba.png", "rgba.webp", "rgba.tif", "la.png", "p.png", "trns.png"]
 )
