@@ -3,7 +3,7 @@
 It runs notebook 1 and one_page.py, some two minutes of one core. The plots are SVG, so that they
 take the page's colours, light or dark.
 
-    descent.svg   notebook 1's last picture: where a descent ends with each of six hypergradients
+    descent.svg   notebook 1's last picture: where a descent ends with each of five hypergradients
     letters.svg   what the decoder fills in
     factors.svg   λ / (κ + λ), with what M-FAC sees in this run, and the matrix of Gauss and Newton
 """
@@ -123,7 +123,7 @@ def power(exponent: int) -> str:
 
 
 def descent() -> None:
-    """Six hypergradients on the regression of notebook 1."""
+    """Five hypergradients on the regression of notebook 1."""
     ran = runpy.run_path(str(EXAMPLES / "1_hypergradient.py"))
     gaps = {line.get_label(): np.array(line.get_ydata()) for line in ran["axes"].lines}
     for name, gap in gaps.items():
@@ -132,12 +132,12 @@ def descent() -> None:
     y = scale(-4, 2, HEIGHT - BOTTOM, TOP)
     plot = Plot(
         "descent",
-        "Descent on Eq. 3 with six hypergradients",
+        "Descent on Eq. 3 with five hypergradients",
         "Loss of Eq. 3 above its minimum, by step. With the exact q and with 50 products of "
         "conjugate gradients it falls without end; with M-FAC to 0.15, with BiSSL's conjugate "
         "gradients to 2.5, with q = g to 10.",
     )
-    kinds = ("green", "dots", "blue", "blue dots", "ochre", "red")
+    kinds = ("green", "dots", "blue", "ochre", "red")
     for gap, kind in zip(gaps.values(), kinds, strict=True):
         inside = [(x(step), y(np.log10(value))) for step, value in enumerate(gap) if value > 1e-4]
         plot.path(inside, kind)

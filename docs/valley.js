@@ -17,7 +17,7 @@
   const set = (id, values) => { for (const k in values) $(id).setAttribute(k, values[k]); };
   const show = (id, on) => { $(id).style.display = on ? "" : "none"; };
   const fix = x => +x.toFixed(2);
-  let D = [150, -95], ends = {}, timer;
+  let D = [150, -95], ends = {}, trails = {}, timer;
 
   // What M-FAC makes of g: λ (F + λI)⁻¹ g, F being the mean of n products of a gradient with itself.
   // The gradients are such that 20 of them give the curvature exactly.
@@ -37,7 +37,7 @@
     const g = P.map((p, i) => p - aim[i]), q = mfac(g, lam, n), d = D.map((x, i) => x - aim[i]);
     return { lam, n, J, P, g, q, d, loss: Math.hypot(...g, ...d) ** 2 / 2e4 };
   }
-  // Each word goes where it hides least of the others, of dots and of arrows.
+  // Each word goes where it hides least of the others, of dots, arrows and trails.
   function place(spots, taken) {
     for (const [k, [x, y]] of spots) {
       const { width: w, height: h } = $("t" + k).getBBox();
@@ -47,7 +47,7 @@
         let bad = r + 1e4 * (Math.abs(box[0]) + w / 2 > 238 || box[1] - h / 2 < -148 || box[1] + h / 2 > 80);
         for (const t of taken) {
           const u = box[2] + t[2] - Math.abs(box[0] - t[0]), v = box[3] + t[3] - Math.abs(box[1] - t[1]);
-          if (u > 0 && v > 0) bad += 50 + u * v;
+          if (u > 0 && v > 0) bad += (50 + u * v) * (t[4] || 1); // a trail hides little
         }
         if (bad < best) best = bad, at = box;
       }
@@ -75,12 +75,13 @@
     for (const id in dots) set(id, { cx: fix(dots[id][0]), cy: fix(dots[id][1]) });
     const middle = (a, b, t) => [...a.map((x, i) => x + t * (b[i] - x)), 5, 5];
     place(Object.entries(spots), [...Object.values(dots).map(([x, y]) => [x, y, 7, 7]),
-      ...[.3, .6, .9].flatMap(t => [middle(P, tip.g, t), middle(D, tip.q, t), middle(P, D, t)])]);
+      ...[.3, .6, .9].flatMap(t => [middle(P, tip.g, t), middle(D, tip.q, t), middle(P, D, t)]),
+      ...Object.values(trails).flat()]);
     $("lam").nextSibling.value = +s.lam.toPrecision(2);
     $("stored").nextSibling.value = s.n || "0: q = g";
     const told = Object.keys(ends).map(k => `with ${k} at ${ends[k].loss.toFixed(3)}`).join(", ");
-    $("says").innerHTML = `Drag θ<sub>D</sub>: θ<sub>P</sub>* follows by <b>${s.J[0].toFixed(2)}</b> along the valley,
-      <b>${s.J[1].toFixed(2)}</b> across. |q| is ${(Math.hypot(...s.q) / Math.hypot(...s.g)).toFixed(2)} |g|.
+    $("says").innerHTML = `θ<sub>P</sub>* follows θ<sub>D</sub> by <b>${s.J[0].toFixed(2)}</b> along the valley,
+      <b>${s.J[1].toFixed(2)}</b> across. |q| is&nbsp;${(Math.hypot(...s.q) / Math.hypot(...s.g)).toFixed(2)}&nbsp;|g|.
       Loss of Eq. 3: ${s.loss.toFixed(3)}${told && "; it ends " + told}.`;
     return s;
   }
@@ -88,15 +89,18 @@
     D = to.map((x, i) => Math.max([-230, -140][i], Math.min([230, 72][i], x)));
     forget();
   }
-  function forget() { clearInterval(timer); ends = {}; set("wq", { d: "" }); set("wg", { d: "" }); draw(); }
+  function forget() { clearInterval(timer); ends = {}; trails = {}; set("wq", { d: "" }); set("wg", { d: "" }); draw(); }
   function descend(by) {
     clearInterval(timer);
     D = [150, -95];
     let steps = 0, trail = "M" + D;
+    const points = trails[by] = []; // boxes some pixels apart
     const step = () => {
       const s = state();
       D = D.map((x, i) => x - .15 * (s[by][i] + s.d[i]));
       set("w" + by, { d: trail += "L" + D.map(fix) });
+      const [x, y] = points.at(-1) || [9e9, 0];
+      if (Math.hypot(D[0] - x, D[1] - y) > 9) points.push([...D, 4, 4, .1]);
       if (++steps < 100) return true;
       clearInterval(timer);
       ends[by] = { D, loss: state().loss };

@@ -103,6 +103,8 @@ assert torch.allclose(q, torch.stack(difference), atol=1e-6), "q is not the fini
 #
 # whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$.
 #
+# (The page writes $z$ for an $x_i$, and $\nabla L^P_i$ for $g_i$.)
+#
 # The gradient of one example is $g_i = (x_i^\top \theta - y_i) x_i$, and M-FAC puts the mean of
 # $g_i g_i^\top$, the *empirical Fisher matrix* F, in the place of H. At the solution the residual
 # in brackets is noise of variance 1 that does not depend on $x_i$, so F is close to H. Away from
@@ -227,6 +229,8 @@ def bilevel_loss(theta_D: Tensor) -> Tensor:
 best = bilevel_loss(optimum)
 figure, axes = plt.subplots(figsize=(7, 4))
 for name, (method, colour, style) in METHODS.items():
+    if method is recursion:
+        continue  # its q is that of the closed form
     theta_D, gaps = torch.zeros(P), []
     for _ in range(40):
         gaps.append(float(bilevel_loss(theta_D) - best))
@@ -237,14 +241,14 @@ for name, (method, colour, style) in METHODS.items():
     if method is exact:
         assert gaps[-1] < 1e-8, "with Eq. 5 itself the descent has to end at the minimum"
     axes.semilogy(gaps, style, color=colour, linewidth=2.5, label=name)
-axes.set(title="Bilevel descent with six hypergradients", xlabel="upper steps",
+axes.set(title="Bilevel descent with five hypergradients", xlabel="upper steps",
          ylabel="upper loss above its minimum")  # fmt: skip
 axes.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The exact methods reach the optimum. M-FAC ends close to it; its curves jitter because each draws
-# new gradients in each step. CG as in BiSSL and `identity` end further away.
+# The exact methods reach the optimum. M-FAC ends close to it; its curve jitters because new
+# gradients are drawn in each step. CG as in BiSSL and `identity` end further away.
 #
 # **Questions**
 #

@@ -1,6 +1,6 @@
 """All of BiSSLight on one page: Algorithm 1 with a masked autoencoder, on real handwriting.
 
-docs/page.md explains it. Letters are the paper's, and `l.n` is line n of its Algorithm 1. A small
+docs/page.md explains it. Most letters are the paper's; `l.n` is line n of its Algorithm 1. A small
 network ψ saw three alphabets. It learns the 24 characters of a fourth one, Greek, by PEFT alone, by
 BiSSLight and then PEFT, and by the same with q = 0. `--measure` also prints what M-FAC sees.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as nnf
 
-LAM = 1e-3  # λ: the spring's stiffness (Eq. 4), and M-FAC's damping (Sec. 3.1 of the paper)
+LAM = 1e-3  # λ, as in the paper
 T, N_L, N_U, R = 30, 5, 3, 8  # alternations, lower steps, upper steps, rank; paper: 500, 20, 8, 64
 BATCH_P, BATCH_D = 64, 32  # images: without labels, with labels; paper: 256, 64
 LR, LR_PHI_P, LR_PEFT = 1e-2, 1e-4, 3e-2  # rates: of Algorithm 1, of φ_P there, of PEFT
@@ -31,12 +31,11 @@ def eq_7(G_k):  # a layer's stored gradients, (N_L, p) -> its M_k: N_L pairs of 
     return M_k
 def eq_10(M_k, g_k):  # the layer's part of q, from its part of g; both (p,)
     return g_k - LAM * sum(v_j * (v_j @ g_k) / (len(M_k) + d_j) for v_j, d_j in M_k)
-def seen(M_k, g_k):  # the largest curvature κ that F has, as κ / λ; the share of |g_k|² in its span
-    V = torch.stack([v_j / (len(M_k) + d_j).sqrt() for v_j, d_j in M_k], 1)  # Eq. 10: I − λ V Vᵀ
-    lost = LAM * torch.linalg.eigvalsh(V.T @ V)[-1]  # 1 − λ / (κ + λ)
-    return lost / (1 - lost), (torch.linalg.qr(V)[0].T @ g_k).norm() ** 2 / g_k.norm() ** 2
+def seen(G_k, g_k):  # the largest curvature κ of F, over λ; the share of |g_k|² in the span of G_k
+    _, sizes, span = torch.linalg.svd(G_k, full_matrices=False)
+    return sizes[0] ** 2 / len(G_k) / LAM, (span @ g_k).norm() ** 2 / g_k.norm() ** 2
 # --- Algorithm 1 ----------------------------------------------------------------------------------
-def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
+def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, q_is_0=False):
     """l.1 is the arguments and the constants above; `pool` has images without labels. Gives θ_P."""
     theta_P, theta_D = theta.clone().requires_grad_(), theta.clone().requires_grad_()  # l.2
     phi_P, phi_D = trainable(phi_P), trainable(phi_D)
@@ -51,26 +50,27 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, use_q=True):
             noise = torch.rand(BATCH_P, PATCHES, generator=rng)  # which patches to hide
             loss_P = L_P(psi, theta_P, phi_P, pool[next(batches_P)], noise)
             grad_P, *g_phi_P = torch.autograd.grad(loss_P, lower)  # l.6, and l.8 in the same pass
-            G.append(grad_P)  # l.6: the gradient of L^P alone
-            g_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7: of L^P + λ/2 |θ_P − θ_D|²
-            opt_P(lower, [g_P, *g_phi_P])  # l.9
-        M = [eq_7(G_k) for G_k in torch.stack(G, 1).double()]  # l.10; the stack: (K, N_L, p)
+            G.append(grad_P)  # l.6: without the spring's
+            g_theta_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7
+            opt_P(lower, [g_theta_P, *g_phi_P])  # l.9
+        stored = torch.stack(G, 1).double()  # (K, N_L, p)
+        M = [eq_7(G_k) for G_k in stored]  # l.10
         for _ in range(N_U):  # l.11, upper level
             chosen = next(batches_D)
             loss = L_D(psi, theta_P, phi_D, images[chosen], labels[chosen])
-            g, *g_phi_at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12; for l.15
-            layers = [*zip(M, g.double(), strict=True)]  # pairs of M_k and g_k
-            q = torch.stack([eq_10(M_k, g_k) for M_k, g_k in layers]).to(g)  # l.13
+            g, *g_phi_at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12
+            q = torch.stack([*map(eq_10, M, g.double())]).to(g)  # l.13, layer by layer
+            q = torch.zeros_like(q) if q_is_0 else q
             loss_D = L_D(psi, theta_D, phi_D, images[chosen], labels[chosen])
-            grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)  # for l.14, l.15
-            g_D = q + grad_D if use_q else grad_D  # l.14: of both terms of Eq. 3, by θ_D
-            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15: by φ_D
-            opt_D(upper, [g_D, *g_phi_D])  # l.16
+            grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)
+            g_theta_D = q + grad_D  # l.14
+            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15
+            opt_D(upper, [g_theta_D, *g_phi_D])  # l.16
         if t % 10 == 0:
             print(f"t {t}:  L^P {loss_P:.2f}  L^D at θ_P {loss:.2f}, at θ_D {loss_D:.2f}", end="  ")
-            print(f"|q|/|g| {q.norm() / g.norm():.4f}" if use_q else "without q")
+            print(f"|q|/|g| {q.norm() / g.norm():.4f}")
             if "--measure" in sys.argv:
-                kappa, share = torch.tensor([seen(M_k, g_k) for M_k, g_k in layers]).amax(0)
+                kappa, share = torch.tensor([*map(seen, stored, g.double())]).amax(0)
                 print(f"       M-FAC sees κ up to {kappa:.3f} λ, on {share:.0%} of |g|²")
     return theta_P.detach()  # l.17
 # --- Two losses: of the labels, and of the masked autoencoder -------------------------------------
@@ -84,17 +84,17 @@ def L_P(psi, theta, phi_P, images, noise):  # squared error on hidden patches, e
 def predict(psi, theta, phi_P, images, noise):
     """The decoder's patches (images, 49, 3·4·4), and which f did not see, True in (images, 49)."""
     order = noise.argsort(1)  # noise (images, 49): the KEPT patches with the least of it are shown
-    place = order.argsort(1)  # where each patch stands in this order
+    position = order.argsort(1)  # of each patch, in this order
     x = linear(f(psi, theta, images, order[:, :KEPT]), phi_P, "decoder_embed")  # to DECODER_DIM
     blanks = phi_P["mask_token"].expand(len(x), PATCHES - KEPT, DECODER_DIM)
-    patches = torch.cat([x[:, 1:], blanks], 1)[torch.arange(len(x))[:, None], place]
+    patches = torch.cat([x[:, 1:], blanks], 1)[torch.arange(len(x))[:, None], position]
     x = torch.cat([x[:, :1], patches], 1) + psi["decoder_pos_embed"]  # frozen, so it is in ψ
     x = norm(layer(x, phi_P, "decoder_blocks.0"), phi_P, "decoder_norm")
-    return linear(x, phi_P, "decoder_pred")[:, 1:], place >= KEPT
+    return linear(x, phi_P, "decoder_pred")[:, 1:], position >= KEPT
 def patchify(images):  # (images, 3, 28, 28) -> (images, 49, 3·4·4): 4·4 pixels, 3 colours
     x = nnf.unfold(images, PATCH, stride=PATCH).unflatten(1, (3, -1))  # (images, 3, 16, 49)
     return x.permute(0, 3, 2, 1).flatten(2)
-# --- The network f. `w` has a network's tensors by the names that MAE's authors gave them ---------
+# --- The network f. `weights`: its tensors, by the names that MAE's authors gave them -------------
 def f(psi, theta, images, keep=None):  # tokens (images, 1 + 49, DIM): a first one, then the patches
     x = nnf.conv2d(images, psi["patch_embed.proj.weight"], psi["patch_embed.proj.bias"], PATCH)
     x = x.flatten(2).mT + psi["pos_embed"][:, 1:]  # (images, 49, DIM)
@@ -105,22 +105,22 @@ def f(psi, theta, images, keep=None):  # tokens (images, 1 + 49, DIM): a first o
     for k in range(K):
         x = layer(x, psi, f"blocks.{k}", theta[k])
     return norm(x, psi, "norm")
-def layer(x, w, name, row=None):
+def layer(x, weights, name, row=None):
     """Attention, then MLP, on (images, tokens, dim); LoRA adds `row` of θ, (4 · R · DIM,)."""
-    W = w[f"{name}.attn.qkv.weight"]  # (3 dim, dim): of queries, keys and values
+    W = weights[f"{name}.attn.qkv.weight"]  # (3 dim, dim): of queries, keys and values
     if row is not None:  # added to W: B A for queries and values; both B are stored transposed
         A_query, B_query, A_value, B_value = row.view(4, R, DIM)
         W = W + torch.cat([B_query.T @ A_query, torch.zeros_like(W[:DIM]), B_value.T @ A_value])
-    y = nnf.linear(norm(x, w, f"{name}.norm1"), W, w[f"{name}.attn.qkv.bias"])
+    y = nnf.linear(norm(x, weights, f"{name}.norm1"), W, weights[f"{name}.attn.qkv.bias"])
     y = y.unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, images, HEADS, tokens, width)
     y = nnf.scaled_dot_product_attention(*y).transpose(1, 2).flatten(2)
-    x = x + linear(y, w, f"{name}.attn.proj")
-    y = nnf.gelu(linear(norm(x, w, f"{name}.norm2"), w, f"{name}.mlp.fc1"))
-    return x + linear(y, w, f"{name}.mlp.fc2")
-def linear(x, w, name):
-    return nnf.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
-def norm(x, w, name):
-    return nnf.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps=1e-6)
+    x = x + linear(y, weights, f"{name}.attn.proj")
+    y = nnf.gelu(linear(norm(x, weights, f"{name}.norm2"), weights, f"{name}.mlp.fc1"))
+    return x + linear(y, weights, f"{name}.mlp.fc2")
+def linear(x, weights, name):
+    return nnf.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+def norm(x, weights, name):
+    return nnf.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-6)
 # --- Fine-tuning, and what it shares with Algorithm 1 ---------------------------------------------
 def fit(psi, theta, train, test, labels, rate=LR_PEFT, epochs=EPOCHS, probe=False):
     """PEFT of θ and a new φ_D, or of φ_D alone; returns φ_D, and test accuracy every 5 epochs."""
@@ -192,7 +192,7 @@ if __name__ == "__main__":
     starts = {"PEFT": theta}
     for name in ("BiSSLight", "q = 0"):
         print(f"{name}: Algorithm 1")
-        starts[name] = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels, name != "q = 0")
+        starts[name] = algorithm_1(psi, theta, phi_P, phi_D, pool, train, labels, name == "q = 0")
     curves = {name: fit(psi, start, train, test, labels)[1] for name, start in starts.items()}
     for n in range(EPOCHS // 5):
         print(f"epoch {5 * n + 5:2}:", *[f" {name} {x[n]:.1f} %" for name, x in curves.items()])

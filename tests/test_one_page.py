@@ -66,8 +66,8 @@ def test_its_losses_are_the_programs() -> None:
     close(page.L_D(named, theta, same, images, labels), wanted, 1e-10)
 
 
-@pytest.mark.parametrize("use_q", [True, False])
-def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("q_is_0", [False, True])
+def test_a_whole_alternation_is_the_programs(q_is_0: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """θ_P after two alternations of a run of T: the second one depends on θ_D, and so on q.
 
     Smaller batches than the page's say the same. Its schedules follow T.
@@ -81,7 +81,7 @@ def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.Mo
     _, images, _, labels = drawn(4)
     head = {"weight": torch.ones(24, page.DIM).double(), "bias": torch.arange(24.0).double()}
     same = {f"head.{name}": tensor for name, tensor in head.items()}
-    found = page.algorithm_1(named, theta, task.phi, same, pool, images, labels, use_q)
+    found = page.algorithm_1(named, theta, task.phi, same, pool, images, labels, q_is_0)
 
     P, D = (trainable({"theta": theta})["theta"] for _ in "PD")
     phi_P, phi_D = trainable(task.phi), trainable(head)
@@ -99,7 +99,7 @@ def test_a_whole_alternation_is_the_programs(use_q: bool, monkeypatch: pytest.Mo
     labelled = (Examples(images[i], labels[i]) for i in page.draws(len(labels), small["BATCH_D"]))
     steps: Any = SimpleNamespace(alternations=T, lower_steps=N_L, upper_steps=N_U, lam=page.LAM)
     loss_D = partial(downstream_loss, task.backbone)
-    hypergrad = mfac if use_q else no_hypergradient
+    hypergrad = no_hypergradient if q_is_0 else mfac
     for _ in algorithm_1(state, steps, task, loss_D, hypergrad, pretext(), labelled):
         pass
     assert not torch.equal(found, theta)
@@ -135,7 +135,6 @@ def test_page_and_picture_show_what_m_fac_sees() -> None:
     text = (ROOT / "docs/page.md").read_text()
     assert f"at most {SHARE} % of" in text
     assert f"is at most ${KAPPA} \\lambda$" in text
-    assert f"is at least {1 / (KAPPA + 1):.3f}" in text
     assert f"κ up to {KAPPA} λ" in (ROOT / "docs/factors.svg").read_text()
 
 
@@ -144,7 +143,7 @@ def test_what_is_measured_is_the_largest_eigenvalue_and_a_projection() -> None:
     rng = torch.Generator().manual_seed(5)
     G = torch.randn(page.N_L, 40, generator=rng).double() / 100
     g = torch.randn(40, generator=rng).double()
-    kappa, share = page.seen(page.eq_7(G), g)
+    kappa, share = page.seen(G, g)
     close(kappa * page.LAM, torch.linalg.eigvalsh(G.T @ G / page.N_L)[-1], 1e-10)
     inside = G.T @ torch.linalg.lstsq(G.T, g[:, None]).solution
     close(share, inside.square().sum() / g.square().sum(), 1e-10)
