@@ -1,22 +1,27 @@
 """Program: `bisslight data check`, which opens every image of a data set before a run does."""
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from PIL import Image
 from pydantic import BaseModel
+from torchvision.transforms.functional import pil_to_tensor
 
 from config import name_or_folder
 from data import (
     SPLITS,
+    ImageError,
+    Picture,
     Pool,
     Split,
     Task,
     describe,
-    find_fault,
     find_images,
     overheard,
     read_folder,
+    read_image,
     subfolders,
 )
 from support.benchmarks import (
@@ -27,9 +32,8 @@ from support.benchmarks import (
     place_of,
     say_no_name,
 )
-from support.checks import find_converted
+from support.checks import find_converted, find_derived
 from support.errors import UsageError, as_usage_error, collected
-from support.files import sha256
 
 
 class Check(BaseModel):
@@ -65,7 +69,8 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     holds = describe(pool)
     problems: list[str] = []
     task: Task | None = None  # of a folder: copies are looked for there alone
-    is_task = len(subfolders(place)) > 1 or (place / "train").is_dir()
+    folders = subfolders(place)
+    is_task = len(folders) > 1 or any(folder.name.lower() == "train" for folder in folders)
     with collected(problems):
         if name in BENCHMARKS:
             holds = describe(open_task(name, 0, root, partial=partial))
@@ -82,7 +87,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     readable, faults = read_each(found.images)
     problems += faults
     if task:
-        problems += find_copies(task, readable) + find_converted(task)
+        problems += find_copies(task, readable) + find_converted(task) + find_derived(task)
     return Check(
         name=name,
         images=len(found.images),
@@ -92,19 +97,25 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     )
 
 
-def read_each(files: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Read image files to their end: those that can be read, and what is wrong or warned of."""
-    readable: list[Path] = []
+def read_each(files: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
+    """Read image files to their end: a digest of each one's pixels, and what is wrong with them."""
+    digests: dict[Path, str] = {}
     problems: list[str] = []
     for file in files:
         with overheard() as said:
-            fault = find_fault(file)
-        if fault:
-            problems.append(fault)
-            continue
-        readable.append(file)
+            try:
+                digests[file] = digest_of_pixels(read_image(file))
+            except ImageError as error:
+                problems.append(str(error))
+                continue
         problems += [f"{file}: its decoder warns ({text})" for text in said]
-    return readable, problems
+    return digests, problems
+
+
+def digest_of_pixels(image: Picture) -> str:
+    """sha256 of shape and pixels: of a picture that was saved anew without loss it is the same."""
+    pixels = pil_to_tensor(image) if isinstance(image, Image.Image) else image  # (3, height, width)
+    return hashlib.sha256(f"{pixels.shape}".encode() + pixels.numpy().tobytes()).hexdigest()
 
 
 def check_omniglot(name: str) -> Check:
@@ -119,14 +130,14 @@ def check_omniglot(name: str) -> Check:
     return Check(name=name, images=images, holds=describe(source), left_out={}, problems=[])
 
 
-def find_copies(task: Task, files: Iterable[Path]) -> list[str]:
-    """A problem for each content that two or more of the files have: where they are.
+def find_copies(task: Task, digests: Mapping[Path, str]) -> list[str]:
+    """A problem for each picture that two or more files have, whatever their format: where it is.
 
     Those of one class count, too, since a split by hash may part them.
     """
     groups = defaultdict[str, list[Path]](list)  # by content
-    for file in files:
-        groups[sha256(file)].append(file)
+    for file, digest in digests.items():
+        groups[digest].append(file)
     kinds, parts = places_of_files(task)
     problems = []
     for first, *copies in groups.values():

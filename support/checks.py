@@ -4,6 +4,7 @@ Most of what is refused here would train, and give an accuracy that means someth
 """
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -174,11 +175,18 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
 def find_doubts(task: Task) -> list[str]:
     """What nothing refuses, but who reads an accuracy has to know: a line for each.
 
-    Splits that share images, classes that a split lacks, and labels that are not counted.
+    Splits that share images, images made from others, images of one colour, classes that a split
+    lacks, and labels that are not counted.
     """
-    doubts = find_common_images(task) + find_converted(task)
+    doubts = find_common_images(task) + find_converted(task) + find_derived(task)
     for name in SPLITS:
         split: Split = getattr(task, name)
+        if isinstance(split.images, Tensor):
+            without_contrast = count_without_contrast(split.images)
+            if 2 * without_contrast > len(split.images):
+                doubts.append(
+                    f"{name}: {without_contrast} of {len(split.images)} images are of one colour"
+                )
         labels = split.targets
         lacking = [
             kind
@@ -234,9 +242,13 @@ def sizes_of(images: Stored) -> dict[Path, int]:
 def digests_of_each(
     images: Stored, sizes: Mapping[Path, int], splits_by_size: Mapping[int, int]
 ) -> set[bytes]:
-    """sha256 of each image in memory, or of each file whose size another split has, too."""
+    """sha256 of each image in memory, or of each file whose size another split has, too.
+
+    Images in memory are compared to 8 bits: how they were divided by 255 does not matter.
+    """
     if isinstance(images, Tensor):
-        return {hashlib.sha256(image.contiguous().numpy().tobytes()).digest() for image in images}
+        pixels = (255 * images).round().byte()
+        return {hashlib.sha256(image.contiguous().numpy().tobytes()).digest() for image in pixels}
     candidates = [file for file, size in sizes.items() if splits_by_size[size] > 1]
     some = evenly_spaced(candidates, 20_000)
     return {hashlib.sha256(file.read_bytes()).digest() for file in some}
@@ -260,3 +272,41 @@ def find_converted(task: Task) -> list[str]:
         f"images with a namesake with another ending in another split: {len(twins)}, such as"
         f" {twins[0]}. Is it the same picture, converted? Then remove one of both"
     ]
+
+
+# The end of a name that says what was made of an image: 0_mask.png, 0 (copy).png, 0-flip.png
+DERIVED = re.compile(
+    r"(?P<original>.+?)[ _-]+\(?(mask|seg|segmentation|label|gt|flip|flipped|rot|rotated|aug|copy)"
+    r"[ _-]*\d*\)?",
+    re.IGNORECASE,
+)
+
+
+def find_derived(task: Task) -> list[str]:
+    """A line if files look as if made from one beside them, such as 0_mask.png from 0.png.
+
+    They would count as images of the class, and a split by hash parts them from their original.
+    """
+    files = set[Path]()
+    for name in SPLITS:
+        images = getattr(task, name).images
+        files.update([] if isinstance(images, Tensor) else images)
+    without_ending = {file.with_suffix("") for file in files}
+    derived = []
+    for file in sorted(files):
+        found = DERIVED.fullmatch(file.stem)
+        if found and file.with_name(found["original"]) in without_ending:
+            derived.append(file)
+    if not derived:
+        return []
+    return [
+        f"images that look like masks or changed copies of one beside them: {len(derived)}, such as"
+        f" {derived[0]}. Masks are no images of a class, and a copy may be tested where its"
+        " original was trained on; remove them, or give train/ and test/"
+    ]
+
+
+def count_without_contrast(images: Tensor) -> int:
+    """How many images (of shape (images, 3, height, width)) have one colour only."""
+    same = images.amax((2, 3)) == images.amin((2, 3))  # (images, 3)
+    return int(same.all(1).sum())

@@ -221,3 +221,40 @@ def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path
     second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
     assert first.min() < 255 and second.min() == 255
+
+
+def test_images_in_memory_are_equal_however_they_were_divided_by_255() -> None:
+    levels = torch.randint(0, 256, (4, 3, 8, 8)).float()
+    labels = torch.tensor([0, 1, 0, 1])
+    train, test = Split(levels / 255, labels), Split(levels * (1 / 255), labels)
+    assert not torch.equal(train.images, test.images)
+    val = Split(torch.rand(4, 3, 8, 8), labels)
+    (line,) = find_doubts(Task("own", train, val, test, ["a", "b"]))
+    assert line.startswith("train and test have 4 images in common")
+
+
+def test_images_of_one_colour_are_told_if_they_are_the_most() -> None:
+    """As of (255 * x) // 255: 0 and 1 are left. One black image of four is none to doubt."""
+    labels = torch.tensor([0, 1, 0, 1])
+    images = torch.rand(4, 3, 8, 8)
+    black = images.clone()
+    black[:3] = 0
+    one_black = images.flip(0).clone()
+    one_black[0] = 0
+    splits = [Split(pixels, labels) for pixels in (torch.rand(4, 3, 8, 8), one_black, black)]
+    doubts = find_doubts(Task("own", *splits, ["a", "b"]))
+    assert "test: 3 of 4 images are of one colour" in doubts and not any(
+        "val:" in x for x in doubts
+    )
+
+
+def test_masks_and_changed_copies_beside_their_originals_are_told(tmp_path: Path) -> None:
+    """Only where the original is there, and only a word apart: mask_1, 3 and flipper are none."""
+    names = [f"{kind}/{k}" for kind in ("cat", "dog") for k in ("benign (1)", "1", "2", "3")]
+    none = ["cat/mask_1", "cat/4_mask", "dog/flipper"]
+    photos_in(tmp_path, [f"{name}.png" for name in [*names, *none]])
+    assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    made = ["cat/benign (1)_mask", "cat/1_mask_2", "dog/2-flip", "dog/3 (copy)", "dog/1_aug7"]
+    photos_in(tmp_path, [f"{name}.png" for name in made])
+    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    assert "beside them: 5, such as" in line and "cat/1_mask_2.png" in line

@@ -92,6 +92,19 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     assert copies.endswith(", in 2 classes: a, b, in 2 parts: test, train")
 
 
+def test_a_picture_that_was_saved_anew_is_a_copy(tmp_path: Path) -> None:
+    """Its bytes are others, its pixels are the same; a folder Train alone is a task, too."""
+    for kind in "ab":
+        for k in range(12):
+            drawn(tmp_path / "Train" / kind / f"{k}.png", f"{kind}{k}")
+    with Image.open(tmp_path / "Train/a/0.png") as image:
+        image.save(tmp_path / "Train/b/anew.png", compress_level=0)
+        image.save(tmp_path / "Train/a/as.bmp")
+    (copies,) = check(f"{tmp_path}", tmp_path).problems
+    assert "a/as.bmp" in copies and "b/anew.png: is the same as" in copies
+    assert "a/0.png, in 2 classes: a, b" in copies
+
+
 def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     for i in range(10):
         drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
