@@ -162,6 +162,24 @@ def test_no_word_lies_on_another(tmp_path: Path, width: int) -> None:
                 assert across < 1 or down < 1, (boxes[n], other)
 
 
+def test_no_trail_strikes_a_word_through(tmp_path: Path) -> None:
+    """At λ 1, after both descents."""
+    script = """choose(0, 20); $("bq").click(); $("bg").click();
+    const boxes = [...document.querySelectorAll(".live text")]
+      .filter(x => x.style.display != "none").map(x => x.getBBox())
+      .map(x => [x.x, x.y, x.x + x.width, x.y + x.height]);
+    told([boxes, numbers("wq"), numbers("wg")]);"""
+    boxes, *trails = browse(tmp_path, script)
+    assert len(boxes) >= 7
+    for points in trails:
+        corners = np.reshape(points, (-1, 2))
+        parts = np.linspace(0, 1, 20)[:, None, None]
+        line = (corners[:-1] + parts * (corners[1:] - corners[:-1])).reshape(-1, 2)
+        for left, top, right, bottom in boxes:
+            inside = (line > [left, top + 3]) & (line < [right, bottom - 3])
+            assert not inside.all(1).any(), (left, top)
+
+
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (768, 1024), (400, 860)])
 def test_the_first_screen_shows_the_valley(tmp_path: Path, width: int, height: int) -> None:
     script = 'const r = $("valley").getBoundingClientRect(); told([r.left, r.right, r.bottom]);'
