@@ -55,6 +55,7 @@ class AdapterInfo(BaseModel, frozen=True):
     # The labelled images that θ was trained or chosen on, also before this run, see
     # `support.adapters.name_images`. Result files leave them out.
     seen: frozenset[str] | None = Field(default=None, exclude=True)
+    seen_images: int | None = None  # how many images these are
     # These are set by align alone.
     pool_sha256: Said = None  # of the unlabelled images
     pretext_sha256: Said = None  # of the file of a pretext task of one's own

@@ -666,6 +666,66 @@ def test_renamed_images_are_known_by_content_and_told_where_they_were_changed_to
     assert "no image here has the name or content of one that θ was trained on" in outcome.err
 
 
+@pytest.mark.parametrize("kept", ["two classes", "names of five", "namesakes of two"])
+def test_images_that_are_known_again_only_in_part_are_counted_and_told(
+    kept: str, weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The others are here renamed and converted, some as test images. Counted by names alone."""
+    images = tmp_path / "images"
+    for file in (folder / "images").rglob("*.png"):
+        kind, number = file.parent.name, int(file.stem)
+        is_kept = {"two classes": kind != "z", "names of five": number < 5}.get(kept, False)
+        place = images / ("train" if is_kept or number % 2 else "test") / kind
+        place.mkdir(parents=True, exist_ok=True)
+        name = file.name if is_kept else f"{number}-again.bmp"
+        Image.open(file).resize((20, 20)).save(place / name)
+        if kept == "namesakes of two" and number < 2:
+            Image.new("RGB", (16, 16), (0, 250, number)).save(images / "train" / kind / file.name)
+    if kept == "two classes":  # a test image of each class, which align has not trained on
+        for kind in "xy":
+            (images / "test" / kind).mkdir()
+            Image.new("RGB", (16, 16), (0, 255, ord(kind))).save(images / "test" / kind / "new.png")
+    before = trained_on(folder / "images", 2)
+    numbers = {"names of five": range(5), "namesakes of two": range(2)}.get(kept, range(15))
+    classes = "xy" if kept == "two classes" else "xyz"
+    known = len(before & {f"{kind}/{number}" for kind in classes for number in numbers})
+    assert 0 < known < len(before) == 36
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
+    )
+    assert outcome.code == 0, outcome.err
+    assert f"--from: {known} of the 36 images that θ was trained on" in outcome.err
+
+
+@pytest.mark.parametrize("change", ["added", "converted", "renamed"])
+def test_images_that_are_all_known_again_are_not_doubted(
+    change: str, weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """In the split of align, which the folders of the parts keep: nothing is told."""
+    task = data.folder(folder / "images", 2)
+    images = tmp_path / "images"
+    for part, split in (("train", task.train), ("val", task.val), ("test", task.test)):
+        for file in map(Path, split.images):
+            place = images / part / file.parent.name
+            place.mkdir(parents=True, exist_ok=True)
+            if change == "converted":
+                Image.open(file).save(place / f"{file.stem}.bmp")
+            else:
+                stem = f"again-{file.stem}" if change == "renamed" else file.stem
+                shutil.copy(file, place / f"{stem}.png")
+    if change == "added":
+        for k, kind in enumerate("xyz"):
+            for part in ("train", "test"):
+                new = Image.new("RGB", (16, 16), (k, 255, ord(part[1])))
+                new.save(images / part / kind / f"new-{part}.png")
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --data-seed 5 --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
+    )
+    assert outcome.code == 0 and "--from" not in outcome.err, outcome.err
+
+
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
     weights: Path, folder: Path, tmp_path: Path
 ) -> None:
@@ -696,6 +756,7 @@ def test_what_align_has_seen_is_known_after_fine_tuning_on_other_images(
     assert adapter.info.seen is not None
     seen = 3 * 12 + 2 * 12  # of 15 a class, 3 are tested
     assert len(adapter.info.seen) == 2 * seen  # by name and by content
+    assert adapter.info.seen_images == seen
     back = f"--dataset folder:{folder}/images --data-seed 3 --seed 5"
     said = refusal(f"finetune --from {tmp_path}/q {line} {back} --out {tmp_path}/f")
     assert "was trained on" in said
