@@ -1,7 +1,7 @@
 """Program: what fine-tuning starts from: the adapters that --from names, and whether they fit."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,13 +95,21 @@ def check_alike(starts: Sequence[Start]) -> None:
     """Refuse (UsageError) adapters that differ in more than their seeds and places."""
     first = starts[0]
     for start in starts:
-        if without_seed(start.info) != without_seed(first.info):
-            theirs = dict(without_seed(first.info))
-            names = [x for x, value in without_seed(start.info) if value != theirs[x]]
+        ours, theirs = without_seed(start.info), without_seed(first.info)
+        if ours != theirs:
+            names = keys_that_differ(dict(ours), dict(theirs))
+            if "unlike_paper" in names:
+                names.remove("unlike_paper")
+                names += keys_that_differ(ours.unlike_paper, theirs.unlike_paper)
             raise UsageError(
                 f"--from {start.file}: differs in more than the seed from {first.file}:"
                 f" {', '.join(names)}; give runs that differ in the seed alone"
             )
+
+
+def keys_that_differ(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """The keys whose values are not the same in both, or that only one has."""
+    return sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
 
 
 def without_seed(info: AdapterInfo) -> AdapterInfo:

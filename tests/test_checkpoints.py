@@ -220,7 +220,7 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
         ({"image_size": 64}, "image_size 16"),
         ({"patch_size": 8}, "patch_size 4"),
         ({"backbone": "vit_s16"}, "was trained as vit_mini"),
-        ({"weights": None}, "--weights FILE"),
+        ({"weights": None}, "--weights: .* no official ones; give a checkpoint, or a run of"),
     ):
         with pytest.raises(UsageError, match=named):
             load(**{"weights": weights} | changed)
