@@ -146,6 +146,10 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("images/cat", "images/dog", "masks/cat", "masks/dog"), "images and masks"),
         (("photos/cat", "photos/dog"), r"may be in .*/photos: give that"),
         (("train/cat", "train/dog", "valid/cat", "valid/dog"), "train, valid; parts are named"),
+        (("cat/train", "cat/test", "dog/train", "dog/test"), "cat holds test and train"),
+        (("cat", "cat/train", "cat/test", "dog", "dog/train"), "cat holds test and train"),
+        (("cat", "dog", "dog/Train", "dog/Val"), "dog holds Train and Val: .* as .*/Train/dog;"),
+        (("cat", "cat/test", "dog", "dog/test"), "cat and dog both hold a folder test"),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(
@@ -163,6 +167,7 @@ def test_folders_that_are_no_classes_are_refused(
         ("cat", "cat/more", "dog", "dog/more"),
         ("train/cat/film 1", "train/dog/film 1"),
         ("cat/indoors", "dog/outdoors"),
+        ("cat", "cat/train", "cat/boat", "dog", "dog/test"),
         ("with mask", "without mask"),
         ("blood test", "urine test"),
         ("train station", "bus station"),
