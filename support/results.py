@@ -5,7 +5,7 @@ This module does without torch, so that `bisslight evaluate` starts at once.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field
 
@@ -61,12 +61,26 @@ class AdapterInfo(BaseModel, frozen=True):
     pretext_sha256: Said = None  # of the file of a pretext task of one's own
     d_lr: float | None = None
     hypergrad: Said = None  # such as "mfac"
-    unlike_paper: Record = {}  # settings that are not the paper's, by name
+    # Settings that are not the paper's, by name. In older versions, finetune did not say its own.
+    unlike_paper: Record = {}
     # These are set by finetune alone.
     lr: float | None = None
+    # What its own start says; of a fresh θ, that is nothing. None: it does not say its start.
+    origin: "AdapterInfo | None" = None
     earlier_seeds: list[int] = []  # of the finetune runs that it came from, the first one first
     classes: list[str] = []
     several_classes: bool = False  # whether an image may be of several
+
+    def without_seeds(self) -> Self:
+        """The same without its seeds and those of all runs before it, which seeds of an arm share.
+
+        >>> info = AdapterInfo(seed=3, origin=AdapterInfo(seed=1))
+        >>> info.without_seeds() == AdapterInfo(origin=AdapterInfo())
+        True
+        """
+        origin = self.origin and self.origin.without_seeds()
+        changes: Record = {"seed": None, "earlier_seeds": [], "origin": origin}
+        return self.model_copy(update=changes)
 
 
 class RunResult(BaseModel, frozen=True):

@@ -95,16 +95,37 @@ def check_alike(starts: Sequence[Start]) -> None:
     """Refuse (UsageError) adapters that differ in more than their seeds and places."""
     first = starts[0]
     for start in starts:
-        ours, theirs = without_seed(start.info), without_seed(first.info)
-        if ours != theirs:
-            names = keys_that_differ(dict(ours), dict(theirs))
-            if "unlike_paper" in names:
-                names.remove("unlike_paper")
-                names += keys_that_differ(ours.unlike_paper, theirs.unlike_paper)
+        if names := find_differences(start.info, first.info):
             raise UsageError(
                 f"--from {start.file}: differs in more than the seed from {first.file}:"
                 f" {', '.join(names)}; give runs that differ in the seed alone"
             )
+
+
+def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
+    """The names of what two adapters say otherwise, but for seeds and places; [] if nothing.
+
+    In older versions a fine-tuning said neither its settings nor its start: they are not compared.
+
+    >>> tuned = AdapterInfo(stage="finetune", unlike_paper={"epochs": 8}, origin=AdapterInfo())
+    >>> find_differences(tuned, tuned.model_copy(update={"unlike_paper": {}}))
+    ['epochs']
+    >>> aligned = tuned.model_copy(update={"origin": AdapterInfo(stage="align")})
+    >>> find_differences(tuned, aligned)
+    ['stage of its start']
+    """
+    if info.stage != first.stage:
+        return ["stage"]  # the others follow from that
+    here, there = dict(without_seed(info)), dict(without_seed(first))
+    own = (here.pop("unlike_paper"), there.pop("unlike_paper"))
+    starts = (here.pop("origin"), there.pop("origin"))
+    names = keys_that_differ(here, there)
+    if info.stage == "finetune" and None in starts:
+        return names
+    names += keys_that_differ(*own)
+    if starts[0] and starts[1]:
+        names += [f"{name} of its start" for name in find_differences(starts[0], starts[1])]
+    return names
 
 
 def keys_that_differ(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
@@ -120,11 +141,11 @@ def without_seed(info: AdapterInfo) -> AdapterInfo:
     unlike_paper = dict(info.unlike_paper)
     if info.pool_sha256:
         unlike_paper.pop("pool", None)
-    changes: Record = {"seed": None, "earlier_seeds": [], "versions": None, "seen": None}
-    changes |= {"seen_images": None, "unlike_paper": unlike_paper}
+    changes: Record = {"versions": None, "seen": None, "seen_images": None}
+    changes["unlike_paper"] = unlike_paper
     if info.data_sha256:
         changes["dataset"] = None
-    return info.model_copy(update=changes)
+    return info.without_seeds().model_copy(update=changes)
 
 
 def check_settings(start: Start, cfg: FinetuneConfig) -> None:

@@ -478,6 +478,39 @@ def test_a_seed_does_not_come_again_in_a_chain_of_restarts(
     assert third == [[0, 2], [1, 3]]
 
 
+def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """In epochs, in their own start, or in that of a start before it; evaluate tells it in words.
+
+    Adapters of an older version do not say it, and are not refused for that.
+    """
+    folders = {name: tmp_path / name for name in ("epochs", "aligned", "alike")}
+    unlike: dict[str, Record] = {"epochs": {"epochs": 3}, "aligned": {"start": aligned / "s2"}}
+    for name, folder in folders.items():
+        tune(weights, folder / "a", lr=(1e-2,))
+        tune(weights, folder / "b", lr=(1e-2,), seed=1, **unlike.get(name, {}))
+    again: dict[str, Any] = {"seed": 5, "seeds": 2, "lr": (1e-2,)}
+    for name, told in (("epochs", "epochs"), ("aligned", "stage of its start")):
+        with pytest.raises(UsageError, match=rf"b/\S* differs in more than the seed .*: {told};"):
+            tune(weights, tmp_path / "out", start=folders[name], **again)
+    tune(weights, tmp_path / "again", start=folders["alike"], **again)
+    for name in folders:  # one restart of each
+        tune(weights, tmp_path / "chain" / name, start=folders[name] / "b", lr=(1e-2,), seed=7)
+    arms = evaluate([tmp_path / "chain" / name for name in ("alike", "epochs", "aligned")]).arms
+    assert arms[1].differs == {"start_epochs": ("its start: 3 epochs", "its start: 2 epochs")}
+    there = ("its start: aligned with M-FAC", "its start: not aligned")
+    assert arms[2].differs == {"start_origin": there}
+    with pytest.raises(UsageError, match="no seeds of one arm: its start: "):
+        read_arm(tmp_path / "chain")
+    with pytest.raises(UsageError, match=r"seed from .*: (epochs|stage of its start) of its "):
+        tune(weights, tmp_path / "out", start=tmp_path / "chain", seed=9, seeds=2, lr=(1e-2,))
+    for name in ("epochs", "alike"):
+        with_info(folders[name] / "b/lr0.01-s1", origin=None, unlike_paper={})
+    for name in ("epochs", "alike"):
+        tune(weights, tmp_path / "old" / name, start=folders[name], **again)
+
+
 @pytest.mark.parametrize("instead", ["gone", "of align", "of another rate", "damaged"])
 def test_an_untested_trial_whose_adapter_is_not_its_own_is_to_be_removed(
     instead: str, weights: Path, aligned: Path, tmp_path: Path
