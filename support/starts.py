@@ -181,6 +181,7 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
                     "was trained on other --weights than this run's; give those, or align again"
                 )
             doubts += check_unseen(info, experiment)
+            doubts += doubt_normalisation(info, experiment.task)
     for doubt in dict.fromkeys(doubts):  # each once, however many adapters there are
         LOG.warning("--from: %s", doubt)
 
@@ -219,6 +220,24 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
     return [
         "is of an older version, which kept no names of images: it is not known whether θ was"
         " trained on these test images"
+    ]
+
+
+def doubt_normalisation(info: AdapterInfo, task: Task) -> list[str]:
+    """A sentence where θ was trained on images normalised otherwise than those here; else none."""
+    if info.channels is None:
+        return []
+    theirs = [tuple(values) for values in info.channels]
+    ours = [tuple(task.mean), tuple(task.std)]
+    if theirs == ours:
+        return []
+    mean, std, own_mean, own_std = (
+        " ".join(f"{x:.3f}" for x in values) for values in (*theirs, *ours)
+    )
+    return [
+        f"was trained on images normalised with mean {mean}, std {std}; those here are with mean"
+        f" {own_mean}, std {own_std}, which may cost accuracy. A script can hand over a task with"
+        " others"
     ]
 
 

@@ -816,6 +816,22 @@ def test_images_in_memory_are_known_by_their_pixels(weights: Path, tmp_path: Pat
     finetune(again, tmp_path / "new", task=new)
 
 
+def test_a_start_from_images_normalised_otherwise_is_told(
+    weights: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = data.folder(folder / "images", 2)
+    settings: Any = {"backbone": "vit_mini", "dataset": "own", "weights": weights, "rank": 8}
+    settings |= {"epochs": 1, "warmup_epochs": 0, "batch": 20, "seeds": 1, "lr": (1e-3,)}
+    cfg = FinetuneConfig(**settings, start=folder / "align")
+    finetune(cfg, tmp_path / "same", task=task)
+    assert "was trained on images normalised" not in caplog.text
+    finetune(cfg, tmp_path / "other", task=task._replace(mean=(0.5, 0.5, 0.5)))
+    assert (
+        "--from: was trained on images normalised with mean 0.485 0.456 0.406, std 0.229 0.224"
+        " 0.225; those here are with mean 0.500 0.500 0.500, std 0.229 0.224 0.225" in caplog.text
+    )
+
+
 def test_an_adapter_that_keeps_no_names_is_refused_by_its_seed_or_told(
     folder: Path, weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
