@@ -149,7 +149,7 @@ def find_copies(task: Task, digests: Mapping[Path, str]) -> list[str]:
             if len(names) > 1:
                 where += f", in {len(names)} {what}: {', '.join(names)}"
         same = ", ".join(str(file) for file in copies)
-        problems.append(f"{same}: is the same as {first}{where}")
+        problems.append(f"{same}: is the same as {first}{where}; keep one of them")
     return problems
 
 

@@ -168,7 +168,7 @@ def plan_finetune(cfg: FinetuneConfig, out: Path, weights: Path | None, is_here:
     if trials + tests == 0 and (out / "result.json").exists():
         return found | {"about": NOTHING_LEFT}
     if trials < count_trials(cfg):
-        found["length"] += f"; {trials} of them are left"
+        found["length"] += f"; {trials} of them {'is' if trials == 1 else 'are'} left"
     if not may_be_tried(experiment, is_here):
         return found | {"about": not_tried("random weights")}
     time_steps = partial(time_finetune, experiment)

@@ -17,6 +17,7 @@ import pytest
 import quilts
 import torch
 from PIL import Image
+from rich.console import Console
 from safetensors.torch import load_file
 from toy import (
     ALIGN_STEPS,
@@ -37,7 +38,7 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from support.experiment import set_up_device
-from support.progress import training
+from support.progress import make_bars, training
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -186,6 +187,19 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
         assert [*track(iter(items), 9, "align", 4)] == items
     lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
+
+
+def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
+    """By a clock of the test: after each of the first units of 60 s, 60 s for each that is left."""
+    now = 0.0
+    bars = make_bars(Console(), disable=True, get_time=lambda: now)
+    bar = bars.add_task("align", total=6, completed=1)  # a run that goes on
+    told = []
+    for _ in range(3):
+        now += 60
+        bars.update(bar, advance=1)
+        told.append(bars.tasks[0].time_remaining)
+    assert told == [None, 180, 120]  # a speed needs two units
 
 
 CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]

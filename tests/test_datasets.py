@@ -89,7 +89,7 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
         assert [line for line in found.problems if told in line], told
     (copies,) = (line for line in found.problems if "is the same as" in line)
     assert f"{tmp_path}/train/a/0.png" in copies and f"{tmp_path}/train/b/twin.png" in copies
-    assert copies.endswith(", in 2 classes: a, b, in 2 parts: test, train")
+    assert copies.endswith(", in 2 classes: a, b, in 2 parts: test, train; keep one of them")
 
 
 def test_a_picture_that_was_saved_anew_is_a_copy(tmp_path: Path) -> None:

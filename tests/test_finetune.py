@@ -177,8 +177,8 @@ def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
     pictures(tmp_path / "images", "xyz")
     result = tune(weights, tmp_path / "f", dataset=f"folder:{tmp_path}/images", lr=(1e-3,), batch=9)
     guide = (Path(program.__file__).parent / "docs/guide.md").read_text()
-    (code,) = re.findall(r"```python\n(  test = json.*?)```", guide, re.DOTALL)
-    names: dict[str, Any] = {"json": json, "Path": Path, "np": np}
+    (code,) = re.findall(r"```python\n(  import json\n.*?)```", guide, re.DOTALL)
+    names: dict[str, Any] = {}
     exec(textwrap.dedent(code).replace("OUT/", f"{tmp_path}/f/"), names)
     confusion, wrong, test = names["confusion"], names["wrong"], names["test"]
     assert confusion.sum() == 9 and [*confusion.sum(1)] == [3, 3, 3]

@@ -241,6 +241,7 @@ def test_a_finished_run_has_nothing_left_to_do(runs: Path, weights: Path) -> Non
     said = done(line)
     assert "3 trials" in said and "2 rates with seed 0" in said  # with all that is there
     assert "nothing is left to do" in said
+    assert "1 of them is left" in done(f"{line} --seeds 3")
     assert "2 of them are left" in done(f"{line} --seeds 4")
 
 
