@@ -177,6 +177,9 @@ def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
         return "PEFT seed"
     if len({trial.start_sha256 for trial in trials}) == 1:
         return "PEFT seed on one adapter"
+    before = "align run" if stage == "align" else "PEFT"
+    if len({trial.seed for trial in trials}) == 1:  # such as --seed 0 with each align run
+        return f"{before}, with one seed of PEFT after it"
     return "align run and PEFT" if stage == "align" else "PEFT and PEFT anew"
 
 

@@ -136,6 +136,16 @@ def test_the_time_of_a_run_before_is_counted_once(tmp_path: Path) -> None:
     assert read_arm(finished(tmp_path / "direct", [70.0])).as_row()["CPU seconds"] == "8"
 
 
+def test_one_seed_of_peft_after_all_align_runs_is_said(tmp_path: Path) -> None:
+    """All have one head and one order of batches: p is about align runs alone."""
+    for k in "01":
+        finished(tmp_path / "arm" / k, [70.0], by="mfac", start=k, seed=0)
+        again: Any = {"origin": {"stage": "finetune"}, "start": k, "seed": 9}
+        finished(tmp_path / "restart" / k, [70.0], **again)
+    assert read_arm(tmp_path / "arm").unit == "align run, with one seed of PEFT after it"
+    assert read_arm(tmp_path / "restart").unit == "PEFT, with one seed of PEFT after it"
+
+
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs: Path) -> None:
     second: dict[str, Any] = {"mixed": {"rank": 4}, "both": {"by": "mfac"}, "twice": {"seed": 6}}
     second["changed"] = {"data_sha256": "other"}  # one name, but other images
