@@ -197,14 +197,17 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
         return []
     if info.seen is not None:
         task = experiment.task
-        seen, doubts = find_seen(task, info.seen)
+        seen, by_content, doubts = find_seen(task, info.seen)
         unnamed = ("folder:", "own")  # benchmarks of two names have no image in common
         is_known = not (cfg.dataset.startswith(unnamed) or str(info.dataset).startswith(unnamed))
         if seen:
             names = " and ".join(seen[:2])
+            what = f"{len(seen)} of the {len(task.test.targets)} test images"
+            how = f"was trained on {what}, by content or by class and name"
+            if not by_content:
+                how = f"was trained on images with the class and name of {what}"
             raise ValueError(
-                f"was trained on {len(seen)} of the {len(experiment.task.test.targets)} test"
-                f" images, by content or by class and name, such as {names}; take its data seed,"
+                f"{how}, such as {names}; take its data seed,"
                 f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
                 " align again. If they are other pictures, rename their files; a picture that both"
                 " data sets have, such as a placeholder, has to be removed here"
@@ -259,11 +262,19 @@ def doubt_what_is_unknown(task: Task, info: AdapterInfo) -> list[str]:
     return []
 
 
-def find_seen(task: Task, seen: Collection[str]) -> tuple[list[str], list[str]]:
-    """The test images that are among those that were seen: their files, or numbers.
+class Seen(NamedTuple):
+    """The test images that θ was trained on."""
+
+    images: list[str]  # their files, or numbers
+    by_content: int  # how many of them are known by their content, not by class and name alone
+    doubts: list[str]  # sentences on what cannot be known
+
+
+def find_seen(task: Task, seen: Collection[str]) -> Seen:
+    """The test images that are among those that were seen.
 
     Where each part begins to count anew, a training image of this run has the name of a test image.
-    Such a name says nothing, and is left out; the second list has a sentence on it.
+    Such a name says nothing, and is left out; a sentence tells of it.
     """
     keys = name_images(task.test, task.classes)
     contents = hash_contents(task.test) or [""] * len(keys)
@@ -288,7 +299,7 @@ def find_seen(task: Task, seen: Collection[str]) -> tuple[list[str], list[str]]:
         for i, (key, is_known) in enumerate(zip(keys, known, strict=True))
         if is_known or (key in seen and key not in ambiguous)
     ]
-    return found, doubts
+    return Seen(found, by_content=len(found) if in_memory else sum(known), doubts=doubts)
 
 
 def seconds_until(file: Path | None) -> float | None:

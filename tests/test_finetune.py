@@ -675,7 +675,8 @@ def test_a_test_image_that_align_has_trained_on_is_refused_wherever_it_lies(
     seen = [file for file in test if f"{Path(file).parent.name}/{Path(file).stem}" in before]
     assert seen
     said = start_from(folder, weights, images, tmp_path / "f", f"--data-seed {seed}")
-    assert f"trained on {len(seen)} of the {len(test)} test images" in said
+    what = "images with the class and name of " if how == "converted" else ""
+    assert f"trained on {what}{len(seen)} of the {len(test)} test images" in said
     assert str(seen[0]) in said and "--data-seed 2" in said
 
 
