@@ -91,21 +91,24 @@ def count_parameters() -> list[Record]:
 
 
 def draw(points: dict[int, list[Arm]], path: Path) -> None:
-    """Mean and deviation of both arms at each rank, as in fig:lora_rank_var."""
+    """Draw mean and deviation of both arms at each rank, as in fig:lora_rank_var.
+
+    `points` has for each rank two arms: PEFT after alignment, and PEFT alone.
+    """
     figure = Figure((5, 3.4))
     axes = figure.subplots()
     ranks = list(points)
     for k, label in enumerate(("BiSSLight + PEFT", "PEFT")):
-        arms = [arms[k] for arms in points.values()]
-        means = [arm.mean for arm in arms]
-        deviations = [stdev(arm.accuracies) for arm in arms]
+        curve = [pair[k] for pair in points.values()]
+        means = [arm.mean for arm in curve]
+        deviations = [stdev(arm.accuracies) for arm in curve]
         axes.errorbar(
             ranks, means, deviations, color=COLOURS[k], marker="o", capsize=4, label=label
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_xlabel("LoRA rank")
-    axes.set_ylabel(f"test {arms[0].metric} (%), mean ± deviation")
+    axes.set_ylabel(f"test {curve[0].metric} (%), mean ± deviation")
     axes.legend()
     save(figure, path)
 

@@ -44,7 +44,7 @@ def pack(archives: Archives, out: Path = IMAGES) -> None:
         digest = hashlib.sha256(archive.read_bytes()).hexdigest()
         if digest != DIGESTS.get(archive.name):
             raise UsageError(f"{archive}: is not the published file, its sha256 is {digest}")
-        drawings |= read_archive(archive)
+        drawings |= read_archive(archive)  # Greek and Latin are in both archives
     packed = dict[str, NDArray[np.uint8]]()
     for alphabet in (*POOL, *ALPHABETS):
         # in the order of their names: character by character, and drawer by drawer
@@ -58,7 +58,7 @@ def pack(archives: Archives, out: Path = IMAGES) -> None:
 
 
 def read_archive(archive: Path) -> dict[str, Tensor]:
-    """The drawings of an archive, (105, 105) each, ink 1; Greek and Latin are in both."""
+    """The drawings of an archive by "alphabet/character/image.png": (105, 105), ink 1, paper 0."""
     drawings = {}
     with ZipFile(archive) as files:
         for name in files.namelist():
@@ -66,7 +66,8 @@ def read_archive(archive: Path) -> dict[str, Tensor]:
                 continue
             with files.open(name) as file, Image.open(file) as image:
                 grey = np.array(image.convert("L"))
-            drawings[name.partition("/")[2]] = 1 - torch.from_numpy(grey) / 255
+            below = name.partition("/")[2]  # without the first folder, the archive's name
+            drawings[below] = 1 - torch.from_numpy(grey) / 255
     return drawings
 
 
