@@ -217,8 +217,8 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
     assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
     assert all(tensor.requires_grad for tensor in loaded.head.parameters())
     for changed, named in (
-        ({"image_size": 64}, "image_size 16"),
-        ({"patch_size": 8}, "patch_size 4"),
+        ({"image_size": 64}, "^--image-size 64: the weights in .*pth have 16; leave --image-size"),
+        ({"patch_size": 8}, "^--patch-size 8: the weights in .*pth have 4; leave --patch-size out"),
         ({"backbone": "vit_s16"}, "was trained as vit_mini"),
         ({"weights": None}, "--weights: .* no official ones; give a checkpoint, or a run of"),
     ):
@@ -231,6 +231,17 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
         torch.save(saved | {"bisslight": json.dumps(written)}, tmp_path / "w.pth")
         with pytest.raises(UsageError, match=r"w\.pth"):
             load(weights=tmp_path / "w.pth")
+
+
+def test_a_file_that_is_no_checkpoint_is_told_what_one_is(tmp_path: Path) -> None:
+    """None of torch's words are told, and nobody is sent to a flag that does not help."""
+    picture = tmp_path / "picture.jpg"
+    picture.write_bytes(b"\xff\xd8\xff" + bytes(99))
+    said = r"picture\.jpg: cannot be read \(it is no checkpoint of torch\); give "
+    with pytest.raises(UsageError, match=said + r"a \.pth or \.safetensors file .*`bisslight pre"):
+        load(weights=picture)
+    with pytest.raises(UsageError, match=said + "the file of this network, with timm's names$"):
+        load(weights=picture, backbone="timm:test_vit2")
 
 
 def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:

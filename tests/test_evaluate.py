@@ -195,6 +195,22 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     assert evaluate([first, unlike]).arms[1].differs == found[1].differs
 
 
+def test_a_size_that_was_typed_is_no_difference_where_the_weights_are_the_same(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint refuses other sizes than its own, but timm's networks take any image size."""
+    sizes: Any = {"image_size": 64, "patch_size": 8}
+    for case, changes, told in (
+        ("same", {}, set()),
+        ("other", {"weights_sha256": "c"}, {"image_size", "patch_size", "weights_sha256"}),
+        ("timm", {"backbone": "timm:vit_base_patch16_224"}, {"image_size"}),
+    ):
+        common: Any = {} if case == "other" else changes
+        plain = finished(tmp_path / case / "plain", [70.0], **common)
+        typed = finished(tmp_path / case / "typed", [70.0], **sizes, **changes)
+        assert evaluate([plain, typed]).arms[1].differs.keys() == told, case
+
+
 def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     """The images aligned on, the upper rate, versions, settings; not where images lie."""
     on: Any = {"d_lr": 1e-3, "data_sha256": "a", "pool_sha256": "p", "dataset": "omniglot:Greek"}

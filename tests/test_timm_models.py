@@ -1,6 +1,7 @@
 """timm's Vision Transformers as ψ: weights, sizes, channels, and the commands with them."""
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,29 @@ def test_one_network_has_one_digest_in_any_file_and_at_any_image_size(vit: Any) 
     assert load(settings()).sha256 != digest
 
 
+def test_weights_that_cannot_be_fetched_are_told_how_to_be_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where nothing answers; the hub's lines on its tries are not shown, and later ones are."""
+    create = timm.create_model
+    hub = logging.getLogger("huggingface_hub")
+    before = hub.level
+
+    def offline(name: str, pretrained: bool = False, **given: Any) -> Any:
+        if pretrained:
+            assert not hub.isEnabledFor(logging.WARNING)
+            raise ConnectionError("no answer")
+        return create(name, **given)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    said = (
+        r"its weights are not on this machine.*no answer.*without internet here, .*--weights FILE$"
+    )
+    with pytest.raises(UsageError, match=f"^--backbone timm:{NAME}: {said}"):
+        load(settings(weights=None))
+    assert hub.level == before
+
+
 def test_other_image_sizes_are_timms_own_resampling(vit: Any) -> None:
     images = torch.randn(2, 3, 64, 64, generator=rng(2))
     vit.set_input_size((64, 64))
@@ -83,7 +107,7 @@ def test_other_image_sizes_are_timms_own_resampling(vit: Any) -> None:
     assert isinstance(loaded.head, Decoder) and loaded.head.patches == 16
     with pytest.raises(UsageError, match="not a multiple of patches of 16"):
         load(settings(image_size=72))
-    with pytest.raises(UsageError, match="has patch_size 16"):
+    with pytest.raises(UsageError, match=r"^--patch-size 8: the weights in .* have 16; leave"):
         load(settings(patch_size=8))
 
 
