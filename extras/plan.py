@@ -331,7 +331,7 @@ def read_checkpoint(cfg: AlignConfig | PretrainConfig, out: Path) -> Record | No
     """Return the checkpoint of a run, {} if there is none, None if the run is finished."""
     if (out / "result.json").exists():
         return None
-    run = Run(out, cfg)
+    run = Run(out, cfg, recorded(out))
     run.load()
     return run.saved
 

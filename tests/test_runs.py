@@ -154,6 +154,23 @@ def test_a_checkpoint_of_another_version_is_refused_by_name(
         begin(tmp_path)
 
 
+def test_a_checkpoint_of_another_run_or_of_edited_settings_is_refused(tmp_path: Path) -> None:
+    """A longer run has another schedule of rates from its first step. Where to compute may change.
+
+    The copied one is of another seed.
+    """
+    with open_run(tmp_path / "a", "align", config(), {}) as run:
+        run.save_if_due(due=True)
+    begin(tmp_path / "a", workers=0)
+    begin(tmp_path / "b", seed=1)
+    shutil.copy(tmp_path / "a/checkpoint.pt", tmp_path / "b")
+    file = tmp_path / "a/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alternations": 800}))
+    for name, changes in (("a", {"alternations": 800}), ("b", {"seed": 1})):
+        with pytest.raises(UsageError, match=r"checkpoint\.pt: .*of another run.*remove"):
+            begin(tmp_path / name, **changes)
+
+
 @pytest.mark.parametrize("name", ["checkpoint.pt", "result.json"])
 def test_a_damaged_file_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
     begin(tmp_path)
