@@ -142,6 +142,8 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("Train2017", "Val2017"), "named train, val and test"),
         (("TestData", "TrainData"), "named train, val and test"),
         (("images", "masks"), "images and masks, which are no classes"),
+        (("images", "ground_truth"), "images and ground_truth, which are no classes"),
+        (("JPEGImages", "SegmentationClass"), "JPEGImages and SegmentationClass, which are no"),
         (("train/images", "train/labels"), "images and labels, which are no classes"),
         (("images/cat", "images/dog", "masks/cat", "masks/dog"), "images and masks"),
         (("photos/cat", "photos/dog"), r"may be in .*/photos: give that"),
