@@ -174,6 +174,11 @@ def test_the_collector_is_on_again_when_a_command_runs(runs: Path) -> None:
     assert gc.isenabled()
 
 
+def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
+    said = refusal("finetune --backbone vit_mini --dataset omniglot:Greek --lr 0.01 0.03")
+    assert "(0.03); several values of a flag are one word, such as --lr 0.01,0.03" in said
+
+
 # --- progress -----------------------------------------------------------------------------------
 
 

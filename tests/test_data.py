@@ -628,3 +628,10 @@ def test_images_below_a_linked_folder_are_no_links(tmp_path: Path) -> None:
     _, faults = read_folder(tmp_path, 0)
     assert not [fault for fault in faults if "is a link to an image" in fault and "/a/" in fault]
     assert any("b" in fault and "folder" in fault for fault in faults)
+
+
+def test_heic_under_another_name_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(b"\0\0\0\x18ftypheic" + bytes(12))
+    with pytest.raises(data.ImageError, match=r"photo\.jpg: .*is HEIC.*convert it to JPEG"):
+        data.read_image(photo)
