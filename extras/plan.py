@@ -49,7 +49,7 @@ from support.experiment import (
 from support.files import read_json
 from support.optim import train_epochs
 from support.results import TrialResult
-from support.runs import REMEDY, Run, check_directory, define
+from support.runs import LOG, REMEDY, Run, check_directory, define
 from support.starts import Start, check_starts, read_starts
 
 T = TypeVar("T")
@@ -445,6 +445,7 @@ def may_be_tried(experiment: Experiment[Any], is_here: bool) -> bool:
     networks = experiment.networks
     if experiment.device.type == "cpu" and numbers_of(networks) > MOST_NUMBERS:
         return False
+    LOG.warning("timing steps with random weights, which may take some minutes")
     for network in (networks.backbone, networks.head):
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data.uniform_(-0.02, 0.02)

@@ -99,7 +99,7 @@ def test_a_dry_run_looks_networks_of_timm_up(name: str, said: str) -> None:
 
 
 def test_weights_that_are_fetched_are_told_with_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
     monkeypatch.setitem(BACKBONES, "vit_b16", BACKBONES["vit_mini"])
@@ -107,6 +107,7 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     assert plan["weights"].endswith("mae_pretrain_vit_base_full.pth, to be fetched, 448 MB")
     assert plan["network"].startswith("4 layers")
     assert "timed with random weights, since the real ones are not here" in plan["about"]
+    assert "timing steps with random weights, which may take some minutes" in caplog.text
     monkeypatch.setattr("extras.plan.MOST_NUMBERS", 1)
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["about"].startswith("not known") and "training step" not in plan
