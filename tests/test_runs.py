@@ -171,6 +171,16 @@ def test_a_checkpoint_of_another_run_or_of_edited_settings_is_refused(tmp_path: 
             begin(tmp_path / name, **changes)
 
 
+def test_a_checkpoint_that_says_no_run_is_told_to_be_an_older_one(tmp_path: Path) -> None:
+    with open_run(tmp_path, "align", config(), {}) as run:
+        run.save_if_due(due=True)
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    del saved["run"]
+    torch.save(saved, tmp_path / "checkpoint.pt")
+    with pytest.raises(UsageError, match=r"checkpoint\.pt: .*which run it is of.*remove"):
+        begin(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["checkpoint.pt", "result.json"])
 def test_a_damaged_file_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
     begin(tmp_path)
