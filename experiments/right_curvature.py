@@ -34,8 +34,7 @@ from experiments.recipe import run_script
 from mfac import mfac
 from support.errors import UsageError
 from support.experiment import open_experiment
-from support.files import sha256, write_atomic
-from support.runs import Busy
+from support.files import Busy, sha256, write_atomic
 
 RESULTS = Path(__file__).with_name("right_curvature")
 ALIGN: Record = {  # what is not here, such as λ = 0.001, is the paper's, or vit_mini's default

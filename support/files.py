@@ -1,18 +1,26 @@
-"""Program: files: JSON read with a remedy, files written whole or not at all, digests."""
+"""Program: files: read with a remedy, written whole or not at all, digests, locked directories."""
 
 import hashlib
 import json
+import logging
 import os
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from config import Record
-from support.errors import RunError, UsageError, as_read_error
-from support.processes import world
+from support.errors import RunError, UsageError, as_read_error, as_usage_error
+from support.processes import agreed, stop_if_asked, world
 
 if sys.platform != "win32":
     import fcntl
+
+LOG = logging.getLogger("bisslight")
+WAITING = "%s: another process is at work in it, waiting for that"
 
 
 def read_json(path: Path, remedy: str = "give the command that wrote it again") -> Record:
@@ -50,6 +58,51 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         raise RunError(f"{path}: cannot be written ({error.strerror}); {remedy}") from error
 
 
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Busy(UsageError):
+    """Another process is at work in the directory."""
+
+
+@contextmanager
+def locked(path: Path, wait: bool) -> Iterator[None]:
+    """Make a directory, and lock it while the block runs; one process, or one torchrun, at a time.
+
+    The lock ends with this process, even by kill -9; where there is no such lock, `check_locks`
+    refuses. If another process has it, wait for that, or without `wait` raise Busy. Raises Stopped
+    after a signal.
+    """
+    lock = FileLock(path / ".lock")
+    is_told = False
+    while True:
+        is_locked = False
+        if world().rank == 0:
+            with as_usage_error(f"--out {path}: cannot be made or locked"), suppress(Timeout):
+                path.mkdir(parents=True, exist_ok=True)
+                check_locks(path / ".lock")
+                lock.acquire(timeout=0)
+                is_locked = True
+        if agreed(is_locked):
+            break
+        if not wait:
+            raise Busy(
+                f"--out {path}: another process is at work in it; wait, or give another --out"
+            )
+        if not is_told:
+            LOG.info(WAITING, path)
+            is_told = True
+        stop_if_asked()
+        time.sleep(0.5)
+    try:
+        yield
+    finally:
+        lock.release()  # of a process that does not have it, nothing
+
+
 def check_locks(lock: Path) -> None:
     """Refuse (UsageError) a file system that has no locks which end with their process.
 
@@ -66,9 +119,3 @@ def check_locks(lock: Path) -> None:
                 f"{lock}: its file system has no flock ({error.strerror}), so a run that is "
                 "killed would stay locked; take a folder on another disk, such as a local one"
             ) from error
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -232,7 +232,7 @@ def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves_or_a_s
     other.acquire()
     with pytest.raises(UsageError, match="another process is at work"):
         begin(tmp_path)
-    monkeypatch.setattr(runs.time, "sleep", lambda seconds: other.release())
+    monkeypatch.setattr(files.time, "sleep", lambda seconds: other.release())
     begin(tmp_path, wait=True)
     assert "waiting" in caplog.text
     HEARD.append(signal.SIGTERM)
@@ -244,7 +244,7 @@ def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves_or_a_s
 def test_what_another_process_is_at_comes_last() -> None:
     def work(unit: int, wait: bool) -> tuple[int, bool]:
         if unit == 1 and not wait:
-            raise runs.Busy
+            raise files.Busy
         return unit, wait
 
     assert [*share(work, [0, 1, 2])] == [(0, False), (2, False), (1, True)]
@@ -506,7 +506,7 @@ def test_a_file_system_without_locks_is_refused(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(UsageError, match=r"has no flock \("), runs.locked(tmp_path, wait=True):
+    with pytest.raises(UsageError, match=r"has no flock \("), files.locked(tmp_path, wait=True):
         pass
 
 
