@@ -158,9 +158,9 @@ def find_in_paper(run: Path) -> str | None:
     dataset = config["dataset"]
     pretext = config["pretext"]
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, config))
+    unlike_paper = cfg.unlike_paper() | origin.unlike_paper
     follows_paper = (
-        not cfg.unlike_paper()
-        and not origin.unlike_paper  # None or {}: no setting of the align run differs
+        unlike_paper.keys() <= {"amp"}  # of precision the paper says nothing
         and origin.stage in (None, "align")  # the paper has no restart
         and (weights is None or weights.endswith(OFFICIAL_ENDINGS))
         and origin.dataset in (None, dataset)

@@ -174,6 +174,8 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     [
         ("list.json", "[1]", "no settings by name"),
         ("text.json", '"x"', "no settings by name"),
+        ("twice.json", '{"lr": [0.01], "seeds": 2, "lr": [0.1]}', "has lr twice"),
+        ("twice.toml", "lr = [0.01]\nlr = [0.1]", "overwrite"),
         ("deep.json", "[" * 100_000, "nested too deeply"),
         ("nothere.toml", None, "there is no such file"),
         ("true.toml", "lam = true", "lam: true is no number"),

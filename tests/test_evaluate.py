@@ -231,6 +231,9 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     )
     pull = told("pull", unlike_paper={"lam": 1.0, "pool": "/scratch"})
     assert pull == "pull: align with λ 1.0 (one: align with λ as in the paper)"
+    precision = told("precision", unlike_paper={"amp": False})
+    there = "(one: align with bfloat16 on a GPU)"
+    assert precision == f"precision: align with float32 throughout {there}"
     assert "align with pool q (one: align with pool p)" in told("pool", pool_sha256="q")
     moved = told("moved", dataset="folder:/scratch0/greek", unlike_paper={"pool": "/scratch0"})
     assert moved.startswith("moved  ")  # the last row of the table

@@ -16,7 +16,17 @@ from conftest import fixture
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from toy import ALIGN_STEPS, PEFT_STEPS, align_line, contents, done, read_records, refusal, run
+from toy import (
+    ALIGN_STEPS,
+    PEFT_STEPS,
+    align_line,
+    contents,
+    done,
+    finetune_line,
+    read_records,
+    refusal,
+    run,
+)
 
 import data
 import finetune as program
@@ -316,6 +326,48 @@ def test_a_rate_that_diverges_as_a_directory_grows_cannot_be_left_out_of_it(
         tune(weights, tmp_path, lr=(1e-3,), epochs=1, seeds=2)
 
 
+def test_the_order_of_rates_decides_nothing(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equally good rates the lowest is taken, and the other order rewrites no file."""
+    monkeypatch.setattr(program, "quality", lambda scores: (50.0, -1.0))
+    first = tune(weights, tmp_path / "a", lr=(1e-2, 1e-3), epochs=1)
+    before = contents(tmp_path / "a")
+    assert (first.lr, first.rates) == (1e-3, [1e-3, 1e-2])
+    assert tune(weights, tmp_path / "a", lr=(1e-3, 1e-2), epochs=1) == first
+    assert contents(tmp_path / "a") == before
+    file = tmp_path / "a/result.json"  # an older version kept the order that was given
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rates": [1e-2, 1e-3]}))
+    assert tune(weights, tmp_path / "a", lr=(1e-2,), epochs=1) == first
+    tried = [ended(3e-3, 0, 66, 0.9), ended(1e-2, 0, 66, 0.9)]
+    assert choose_rate(tried) == choose_rate(tried[::-1]) == 3e-3
+
+
+@pytest.mark.parametrize("command", ["align", "finetune", "pretrain"])
+def test_autocast_of_the_caller_changes_no_number_of_a_command(
+    command: str, weights: Path, tmp_path: Path
+) -> None:
+    """As in a notebook that computes in bfloat16: adapters, weights and scores have equal bits."""
+    steps = {
+        "align": align_line(weights.parent, "--rank 4 --alternations 1"),
+        "finetune": finetune_line(weights.parent, "--rank 4 --epochs 1"),
+        "pretrain": "pretrain --backbone vit_mini --pool quilts --epochs 1 --warmup-epochs 0 "
+        "--batch 320 --quiet",
+    }
+    done(f"{steps[command]} --out {tmp_path}/plain")
+    with torch.autocast("cpu", torch.bfloat16):
+        done(f"{steps[command]} --out {tmp_path}/within")
+    plain, within = (
+        {file.relative_to(place): content for file, content in contents(place).items()}
+        for place in (tmp_path / "plain", tmp_path / "within")
+    )
+    names = [name for name in plain if name.suffix in (".safetensors", ".pth")]
+    names += [name for name in plain if name.name == "test.json"]
+    assert names and all(plain[name] == within[name] for name in names)
+    for file in [name for name in plain if name.name == "metrics.jsonl"]:
+        assert plain[file] == within[file]
+
+
 def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> TrialResult:
     val = None if accuracy is None else Score(accuracy=accuracy, loss=loss)
     return TrialResult(
@@ -509,6 +561,21 @@ def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm
         with_info(folders[name] / "b/lr0.01-s1", origin=None, unlike_paper={})
     for name in ("epochs", "alike"):
         tune(weights, tmp_path / "old" / name, start=folders[name], **again)
+
+
+def test_align_runs_with_and_without_bfloat16_are_no_seeds_of_one_arm(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """An adapter of an older version does not say how it was computed, and is read as with it."""
+    shutil.copytree(aligned / "s2", tmp_path / "a/s2")
+    done(align_line(weights.parent, f"--seed 3 --rank 4 amp=false --out {tmp_path}/a/s3"))
+    again: dict[str, Any] = {"start": tmp_path / "a", "seeds": 2, "lr": (1e-2,), "epochs": 1}
+    with pytest.raises(UsageError, match=r"s3/\S* differs in more than the seed from \S*: amp; "):
+        tune(weights, tmp_path / "f", **again)
+    said = load_adapter(tmp_path / "a/s3/adapter.safetensors").info.unlike_paper
+    assert said.pop("amp") is False
+    with_info(tmp_path / "a/s3", unlike_paper=said)
+    tune(weights, tmp_path / "f", **again)
 
 
 @pytest.mark.parametrize("instead", ["gone", "of align", "of another rate", "damaged"])
