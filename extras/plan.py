@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import data
 from align import Alignment, batches_left, prepare, probe
@@ -40,6 +40,7 @@ from support.checkpoints import (
 )
 from support.experiment import (
     Experiment,
+    Loader,
     check_batches,
     look_at,
     open_experiment,
@@ -56,12 +57,12 @@ T = TypeVar("T")
 Clock = Callable[[], float]  # seconds
 Seconds = dict[str, float]  # by the name of what takes them
 VAL_BATCH = 256  # images
-MOST_STEPS = 20  # how many are timed, after a first one that warms up;
-LONG_ENOUGH = 3.0  # fewer if they take so many seconds together
+MOST_STEPS = 20  # so many steps are timed, after a first one that warms up
+LONG_ENOUGH = 3.0  # seconds; once the timed steps took so long together, no more are taken
 LONG_STEP = 5.0  # seconds; on a CPU, a longer step is reckoned from one with a few images
-MOST_NUMBERS = 100e6  # of a backbone that is tried out on a CPU with random weights
+MOST_NUMBERS = 100e6  # with random weights on a CPU, a larger backbone is not tried out
 A_DAY = 24 * 3600.0  # seconds
-RATE = 1e-9  # of the steps that are timed: with it nothing diverges
+RATE = 1e-9  # the learning rate of the timed steps, so small that nothing diverges
 NOTHING_LEFT = "nothing is left to do: it is finished"
 
 
@@ -72,110 +73,146 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
     that cannot be read, adapters that do not fit, a directory of another run.
     """
     task, pool, weights = open_sources(cfg)
-    found: Record = {"out": str(out), "device": ""}
+    found: Record = {"out": str(out), "device": ""}  # the device is filled in below
     found |= describe_sources(task, pool)
     if isinstance(cfg, PretrainConfig):
         assert pool is not None  # pretraining has one
         found |= plan_pretrain(cfg, out, pool)
     else:
-        if weights is None:
+        if weights is None:  # they are timm's own
             check_timm(cfg.backbone)
             weights = find_timm(cfg.backbone)
-        is_here = weights is not None and weights.exists()
+        has_weights = weights is not None and weights.exists()
         if isinstance(cfg, AlignConfig):
-            found |= plan_align(cfg, out, weights, is_here)
+            found |= plan_align(cfg, out, weights, has_weights)
         else:
-            found |= plan_finetune(cfg, out, weights, is_here)
+            found |= plan_finetune(cfg, out, weights, has_weights)
     return found | {"unlike the paper": cfg.unlike_paper()}
 
 
 def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
-    """Return what is particular to a `pretrain` run."""
+    """Return what is particular to a `pretrain` run: device, network, length and time."""
     device = set_up_device(cfg)
     found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
-    look_at(pool.images)
+    look_at(pool.images)  # refuses images that cannot be read
     check_directory(out, define("pretrain", cfg, {"pool_sha256": fingerprint(pool)}), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
     found["length"] = f"{cfg.epochs} epochs of {count(epoch_steps, 'step')}"
-    saved = read_checkpoint(cfg, out)
-    if saved is None:
+    if is_finished(out):
         return found | {"about": NOTHING_LEFT}
+    saved = read_checkpoint(cfg, out)
     done = saved["optimisers"]["opt"]["step"] if saved else 0
     if done:
         found["length"] += f"; {done} steps are done"
-    if device.type == "cpu" and count_numbers(cfg.arch()) > MOST_NUMBERS:
+    if is_too_large(count_numbers_of_vit(cfg.arch()), device):
         return found | {"about": not_tried("this network")}
     time_steps = partial(time_pretraining, cfg, pool, device)
     seconds, how = reckon(time_steps, cfg.batch, device, few=8)
-    left = cfg.epochs * epoch_steps - done
-    return found | tell_times(seconds, left * seconds["training step"], how, cfg.backbone, device)
+    steps_left = cfg.epochs * epoch_steps - done
+    left = steps_left * seconds["training step"]
+    return found | tell_times(seconds, left, how, cfg.backbone, device)
 
 
-def plan_align(cfg: AlignConfig, out: Path, weights: Path | None, is_here: bool) -> Record:
-    """Return what is particular to an `align` run; `is_here`: whether its weights are."""
-    experiment = open_experiment(cfg, load=loader(is_here))
-    prepare(experiment)  # it refuses settings that do not fit
-    digests = experiment.digests
-    if not is_here:
-        digests = digests | {"weights_sha256": recorded(out).get("weights_sha256")}
-    check_directory(out, define("align", cfg, digests), cfg)
+def plan_align(cfg: AlignConfig, out: Path, weights: Path | None, has_weights: bool) -> Record:
+    """Return what is particular to an `align` run: device, weights, network, length and time.
+
+    `weights` is the file of the backbone's weights, None if timm is to fetch it; `has_weights` says
+    whether it is on this machine.
+    """
+    experiment = open_align(cfg, out, has_weights)
+    networks = experiment.networks
     found = {"device": str(experiment.device)}
-    found |= describe_weights(cfg, weights, experiment.networks)
-    found |= describe_network(experiment.networks.arch, cfg.pretext)
+    found |= describe_weights(cfg, weights, networks)
+    found |= describe_network(networks.arch, cfg.pretext)
     found["length"] = (
         f"{cfg.probe_epochs} epochs of linear probing, {cfg.alternations} alternations of "
         f"{cfg.lower_steps} lower and {cfg.upper_steps} upper steps"
     )
-    saved = read_checkpoint(cfg, out)
-    if saved is None:
+    if is_finished(out):
         return found | {"about": NOTHING_LEFT}
-    done = None  # alternations; None: linear probing is not done
-    if saved and saved["records"]:
-        done = saved["records"][-1]["step"]
+    done = alternations_done(cfg, out)
+    if done is not None:
         found["length"] += f"; {done} alternations are done"
-    if not may_be_tried(experiment, is_here):
+    if not has_weights and is_too_large(count_numbers(networks.backbone), experiment.device):
         return found | {"about": not_tried("random weights")}
-    images = len(experiment.task.train.targets)
-    smallest = min(cfg.p_batch, cfg.d_batch, images)
-    seconds, how = reckon(partial(time_align, experiment), smallest, experiment.device)
-    whole = seconds_of_align(cfg, seconds, images, done)
-    found |= tell_times(seconds, whole, tell_random(is_here) + how, cfg.backbone, experiment.device)
-    if experiment.device.type == "cuda" and cfg.mfac_device == "same":
-        # One gradient was stored, in float32; a run stores one for each lower step.
-        more = (cfg.lower_steps - 1) * 4 * experiment.new_theta(cfg.seed).numel()
-        found["memory"] = tell_memory(experiment.device, more)
-    return found
+    return found | estimate_align(experiment, done, has_weights)
 
 
-def plan_finetune(cfg: FinetuneConfig, out: Path, weights: Path | None, is_here: bool) -> Record:
-    """Return what is particular to a `finetune` run; `is_here`: whether its weights are."""
-    starts = read_starts(cfg)
-    experiment = open_experiment(cfg, load=loader(is_here))
-    if not is_here:
-        experiment = with_known_weights(experiment, starts[0], out)
-    check_batches(experiment, "--batch", cfg.batch)
-    check_starts(starts, experiment)
-    check_directory(out, define_finetune(experiment, starts[0]), cfg)
-    cfg = with_earlier(out, cfg)  # a run goes on with all rates and seeds that are there
-    read_starts(cfg)  # refuses too few adapters for all seeds
+def plan_finetune(
+    cfg: FinetuneConfig, out: Path, weights: Path | None, has_weights: bool
+) -> Record:
+    """Return what is particular to a `finetune` run, as `plan_align` does for `align`."""
+    experiment = open_finetune(cfg, out, has_weights)
+    cfg = experiment.cfg  # with all rates and seeds that are in `out` already
+    networks = experiment.networks
     found = {"device": str(experiment.device)}
-    found |= describe_weights(cfg, weights, experiment.networks)
-    found |= describe_network(experiment.networks.arch, cfg.pretext)
-    task = experiment.task
-    images = len(task.train.targets)
+    found |= describe_weights(cfg, weights, networks)
+    found |= describe_network(networks.arch, cfg.pretext)
+    found["length"] = describe_length(cfg, len(experiment.task.train.targets))
     trials, tests = what_is_left(cfg, out)
-    found["length"] = describe_length(cfg, images)
-    if trials + tests == 0 and (out / "result.json").exists():
+    if trials + tests == 0 and is_finished(out):
         return found | {"about": NOTHING_LEFT}
     if trials < count_trials(cfg):
         found["length"] += f"; {trials} of them {'is' if trials == 1 else 'are'} left"
-    if not may_be_tried(experiment, is_here):
+    if not has_weights and is_too_large(count_numbers(networks.backbone), experiment.device):
         return found | {"about": not_tried("random weights")}
-    time_steps = partial(time_finetune, experiment)
-    seconds, how = reckon(time_steps, min(cfg.batch, images), experiment.device)
-    whole = seconds_of_finetune(cfg, seconds, task.sizes(), trials, tests)
-    how = tell_random(is_here) + how
-    return found | tell_times(seconds, whole, how, cfg.backbone, experiment.device)
+    return found | estimate_finetune(experiment, trials, tests, has_weights)
+
+
+# --- opened as the run does -----------------------------------------------------------------------
+
+
+def open_align(cfg: AlignConfig, out: Path, has_weights: bool) -> Alignment:
+    """Open what an align run computes with. Raises UsageError for all that the run would refuse.
+
+    Where the weights are not on this machine (`has_weights` is False), the networks have no
+    numbers.
+    """
+    experiment = open_experiment(cfg, load=choose_loader(has_weights))
+    prepare(experiment)  # only to see whether the settings fit
+    digests = experiment.digests
+    if not has_weights:
+        digests = digests | {"weights_sha256": expected_digest(out)}
+    check_directory(out, define("align", cfg, digests), cfg)
+    return experiment
+
+
+def open_finetune(cfg: FinetuneConfig, out: Path, has_weights: bool) -> Tuning:
+    """Open what a finetune run computes with, as `open_align` does for align.
+
+    Its settings get all rates and seeds that earlier commands gave for `out`, too, since a run goes
+    on with these.
+    """
+    starts = read_starts(cfg)
+    experiment = open_experiment(cfg, load=choose_loader(has_weights))
+    if not has_weights:
+        digest = expected_digest(out, starts[0])
+        digests = experiment.digests | {"weights_sha256": digest}
+        experiment = replace(experiment, digests=digests)
+    check_batches(experiment, "--batch", cfg.batch)
+    check_starts(starts, experiment)
+    check_directory(out, define_finetune(experiment, starts[0]), cfg)
+    cfg = with_earlier(out, cfg)
+    read_starts(cfg)  # refuses too few adapters for all seeds
+    return replace(experiment, cfg=cfg)
+
+
+def choose_loader(has_weights: bool) -> Loader:
+    """Return the function that makes the networks: with their weights, or without numbers."""
+    if has_weights:
+        return load_backbone
+    return lambda cfg, weights: empty_networks(cfg)
+
+
+def expected_digest(out: Path, start: Start | None = None) -> str | None:
+    """Return the digest that weights should have which are not here; None if nothing names it.
+
+    The adapter to start from names it, or else the run that is in `out`. With this digest, neither
+    is refused as one of other weights.
+    """
+    of_start = start.info.weights_sha256 if start else None
+    of_run: str | None = read_config(out).get("weights_sha256")
+    return of_start or of_run
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -200,7 +237,7 @@ def describe_weights(
         size = weights.stat().st_size / 1e6
         return {"weights": f"{whose}{weights}, here, {size:.0f} MB"}
     if cfg.backbone.startswith(TIMM):
-        size = 4 * numbers_of(networks) / 1e6  # of float32
+        size = 4 * count_numbers(networks.backbone) / 1e6  # of float32
         told = f"timm's own, not in HF_HOME, to be fetched, about {size:.0f} MB"
         return {"weights": f"{told}; without internet here, fetch them on another machine"}
     key = (cfg.backbone, cfg.pretext)
@@ -210,23 +247,23 @@ def describe_weights(
 def describe_network(arch: Arch, pretext: str) -> Record:
     """Return the network's sizes. Raises UsageError where its parts do not fit each other."""
     with torch.device("meta"):  # shapes alone, no numbers
-        build_head(arch, pretext)
-    millions = count_numbers(arch) / 1e6
+        build_head(arch, pretext)  # only to see whether it fits
+    millions = count_numbers_of_vit(arch) / 1e6
     return {
         "network": f"{arch.depth} layers, width {arch.dim}, {millions:.1f} million numbers",
         "images": f"{arch.image_size} x {arch.image_size} pixels, patches of {arch.patch_size}",
     }
 
 
-def count_numbers(arch: Arch) -> int:
-    """Return how many numbers the weights of a backbone are."""
+def count_numbers(network: nn.Module) -> int:
+    """Return how many numbers the weights of a network are."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def count_numbers_of_vit(arch: Arch) -> int:
+    """Return how many numbers the weights of a ViT of these sizes would be."""
     with torch.device("meta"):  # shapes alone, no numbers
-        return sum(parameter.numel() for parameter in build_vit(arch).parameters())
-
-
-def numbers_of(networks: Pretrained) -> int:
-    """Return how many numbers the weights of this backbone are."""
-    return sum(parameter.numel() for parameter in networks.backbone.parameters())
+        return count_numbers(build_vit(arch))
 
 
 def describe_length(cfg: FinetuneConfig, images: int) -> str:
@@ -264,49 +301,56 @@ def count(number: int, thing: str) -> str:
 
 
 def tell_times(
-    seconds: Seconds, whole: float, how: str, backbone: str, device: torch.device
+    seconds: Seconds, left: float, how: str, backbone: str, device: torch.device
 ) -> Record:
-    """Return the seconds of steps and of a validation, and about how long all takes.
+    """Return the seconds of steps and of a validation, and about how long the run still takes.
 
-    `how` is what follows it, on how it is known.
+    On a GPU, also how much of its memory was needed.
+
+    Args:
+        seconds: what `reckon` returned.
+        left: the seconds of all that is left to do.
+        how: put behind the time: how it is known; may be empty.
+        backbone: its name in the settings.
+        device: where the steps were taken.
     """
     found = {
         name: f"{number:.3g} s"
         for name, number in seconds.items()
         if name.endswith("step") or name == "validation"
     }
-    found["about"] = f"{in_hours(whole)}{how}"
+    found["about"] = f"{tell_duration(left)}{how}"
     if device.type == "cuda":
         found["memory"] = tell_memory(device)
     if device.type == "cpu":
         found["about"] += ", if this machine stays as busy as it is now"
-        if whole > A_DAY and backbone != "vit_mini":
+        if left > A_DAY and backbone != "vit_mini":
             found["about"] += "; it is for a GPU, and --backbone vit_mini is for a CPU"
     return found
 
 
-def tell_random(is_here: bool) -> str:
-    """Return what a time says of the weights that it was taken with."""
-    return "" if is_here else ", timed with random weights, since the real ones are not here"
+def tell_random(has_weights: bool) -> str:
+    """Return the clause that a time was taken with random weights; "" if they are the real ones."""
+    return "" if has_weights else ", timed with random weights, since the real ones are not here"
 
 
 def tell_memory(device: torch.device, more: int = 0) -> str:
-    """Return the most memory of the GPU that was needed, and so many bytes more."""
+    """Return the most GPU memory that was needed so far, with `more` bytes added, as a text."""
     return f"{(torch.cuda.max_memory_allocated(device) + more) / 1e9:.1f} GB"
 
 
 def not_tried(thing: str) -> str:
-    """Return why there is no time: `thing` is too large for a CPU."""
+    """Return what is said instead of a time: no step was taken, since `thing` is too large."""
     return (
         f"not known: {thing} would be too large to be tried on this CPU; it is for a GPU, and "
         "--backbone vit_mini is for a CPU"
     )
 
 
-def in_hours(seconds: float) -> str:
-    """Return a time for people.
+def tell_duration(seconds: float) -> str:
+    """Return a time for people, in the unit that suits it.
 
-    >>> in_hours(42), in_hours(600), in_hours(90_000), in_hours(864_000)
+    >>> tell_duration(42), tell_duration(600), tell_duration(90_000), tell_duration(864_000)
     ('42 seconds', '10 minutes', '25.0 hours', '10 days')
     """
     if seconds < 120:
@@ -321,23 +365,37 @@ def in_hours(seconds: float) -> str:
 # --- what is there --------------------------------------------------------------------------------
 
 
-def recorded(out: Path) -> Record:
+def read_config(out: Path) -> Record:
     """Return what config.json of a directory says; {} where there is none."""
     file = out / "config.json"
     return read_json(file, REMEDY) if file.exists() else {}
 
 
-def read_checkpoint(cfg: AlignConfig | PretrainConfig, out: Path) -> Record | None:
-    """Return the checkpoint of a run, {} if there is none, None if the run is finished."""
-    if (out / "result.json").exists():
-        return None
-    run = Run(out, cfg, recorded(out))
+def is_finished(out: Path) -> bool:
+    """Return whether a run has written its result."""
+    return (out / "result.json").exists()
+
+
+def read_checkpoint(cfg: AlignConfig | PretrainConfig, out: Path) -> Record:
+    """Return the checkpoint of a run that is not finished, {} if it has none."""
+    run = Run(out, cfg, read_config(out))
     run.load()
     return run.saved
 
 
+def alternations_done(cfg: AlignConfig, out: Path) -> int | None:
+    """Return how many alternations a checkpoint has; None: linear probing is not done either."""
+    records = read_checkpoint(cfg, out).get("records")
+    if not records:
+        return None
+    done: int = records[-1]["step"]  # the first record, which linear probing writes, has 0
+    return done
+
+
 def count_trials(cfg: FinetuneConfig) -> int:
-    """Return how many trials there are: all rates with the first seeds, the best one with all.
+    """Return how many trials a run has: each is one rate with one seed.
+
+    Several rates are tried with the first seeds (--grid-seeds), then the best one gets the others.
 
     >>> count_trials(FinetuneConfig(backbone="vit_b16", dataset="dtd", lr="1e-3,1e-2", seeds=8))
     9
@@ -348,43 +406,41 @@ def count_trials(cfg: FinetuneConfig) -> int:
 
 
 def what_is_left(cfg: FinetuneConfig, out: Path) -> tuple[int, int]:
-    """Return how many trials, and how many tests of trials, `out` lacks.
+    """Return how many trials, and how many tests of the best rate's trials, `out` lacks.
 
-    While it is not known which rate is the best, it may be the one that lacks the most.
+    Before all rates are tried, the best one is not known; then it is taken to be the one that lacks
+    the most.
     """
     seeds = range(cfg.seed, cfg.seed + cfg.seeds)
-    first = seeds[: cfg.grid_seeds] if len(cfg.lr) > 1 else seeds[:0]
+    has_grid = len(cfg.lr) > 1
+    grid_seeds = seeds[: cfg.grid_seeds] if has_grid else seeds[:0]
+    later_seeds = seeds[len(grid_seeds) :]
 
-    def file(rate: float, seed: int, name: str = "result.json") -> Path:
-        """A file of a trial."""
-        return out / f"lr{rate}-s{seed}" / name
+    def count_missing(rate: float, some_seeds: Iterable[int], name: str) -> int:
+        """Return how many trials of this rate with these seeds lack a file of this name."""
+        files = [out / f"lr{rate}-s{seed}" / name for seed in some_seeds]
+        return sum(not file.exists() for file in files)
 
-    grid = [file(rate, seed) for rate in cfg.lr for seed in first]
-    missing = sum(not result.exists() for result in grid)
-    rates = list(cfg.lr)
-    if grid and not missing:
-        tried = [TrialResult.model_validate(read_json(result, REMEDY)) for result in grid]
-        rates = [choose_rate(tried)]
-    later = seeds[len(first) :]
-    trials = max(sum(not file(rate, seed).exists() for seed in later) for rate in rates)
-    tests = max(sum(not file(rate, seed, "test.json").exists() for seed in seeds) for rate in rates)
-    return missing + trials, tests
-
-
-def with_known_weights(experiment: Tuning, start: Start, out: Path) -> Tuning:
-    """Return an experiment whose weights are not here, with the digest that they should have.
-
-    It is that of the adapter to start from, or of the run that is in `out`.
-    """
-    digest = start.info.weights_sha256 or recorded(out).get("weights_sha256")
-    return replace(experiment, digests=experiment.digests | {"weights_sha256": digest})
+    left_in_grid = sum(count_missing(rate, grid_seeds, "result.json") for rate in cfg.lr)
+    may_be_best = list(cfg.lr)
+    if has_grid and left_in_grid == 0:
+        may_be_best = [choose_rate(read_grid(cfg.lr, grid_seeds, out))]
+    left_later = max(count_missing(rate, later_seeds, "result.json") for rate in may_be_best)
+    tests = max(count_missing(rate, seeds, "test.json") for rate in may_be_best)
+    return left_in_grid + left_later, tests
 
 
-# --- the whole, by arithmetic ---------------------------------------------------------------------
+def read_grid(rates: Iterable[float], seeds: Iterable[int], out: Path) -> list[TrialResult]:
+    """Return the results of all these rates with all these seeds, which have to be finished."""
+    files = [out / f"lr{rate}-s{seed}" / "result.json" for rate, seed in product(rates, seeds)]
+    return [TrialResult.model_validate(read_json(file, REMEDY)) for file in files]
+
+
+# --- the time of all that is left, by arithmetic --------------------------------------------------
 
 
 def seconds_of_align(cfg: AlignConfig, seconds: Seconds, images: int, done: int | None) -> float:
-    """Return what is left of an align run takes.
+    """Return how many seconds the rest of an align run takes.
 
     Args:
         cfg: the settings.
@@ -392,40 +448,42 @@ def seconds_of_align(cfg: AlignConfig, seconds: Seconds, images: int, done: int 
         images: how many labelled training images there are.
         done: how many alternations are done; None: linear probing is not done.
     """
-    whole = seconds["decoding"]
+    probing = 0.0
     if done is None:
         done = 0
         # An epoch's last batch has what is left, so it counts as a part of a step.
-        steps = images / min(cfg.d_batch, images)
-        whole += cfg.probe_epochs * steps * seconds["probing step"] + seconds["validation"]
+        epoch_steps = images / min(cfg.d_batch, images)
+        probing = cfg.probe_epochs * epoch_steps * seconds["probing step"] + seconds["validation"]
     alternation = (
         cfg.lower_steps * seconds["lower step"]
         + seconds["curvature"]
         + cfg.upper_steps * seconds["upper step"]
     )
+    alternations = (cfg.alternations - done) * alternation
     # After each --eval-every alternations and the last one, both adapters are validated.
-    validations = math.ceil(cfg.alternations / cfg.eval_every) - done // cfg.eval_every
-    return whole + (cfg.alternations - done) * alternation + 2 * validations * seconds["validation"]
+    times = math.ceil(cfg.alternations / cfg.eval_every) - done // cfg.eval_every
+    validations = 2 * times * seconds["validation"]
+    return seconds["decoding"] + probing + alternations + validations
 
 
 def seconds_of_finetune(
     cfg: FinetuneConfig, seconds: Seconds, sizes: dict[str, int], trials: int, tests: int
 ) -> float:
-    """Return what so many trials take, and so many tests.
+    """Return how many seconds so many trials and so many tests take together.
 
     Args:
         cfg: the settings.
         seconds: of a training step, of a validation, and of decoding its images at first.
         sizes: how many images are in "train", "val" and "test".
-        trials: how many are left.
-        tests: how many of them are to be tested.
+        trials: how many trials are left to be trained.
+        tests: how many trials are left to be tested.
     """
     # An epoch's last batch has what is left, so it counts as a part of a step.
-    steps = sizes["train"] / min(cfg.batch, sizes["train"])
+    epoch_steps = sizes["train"] / min(cfg.batch, sizes["train"])
     test = seconds["validation"] * sizes["test"] / sizes["val"]
     scoring = seconds["validation"] + (test if cfg.test_curve else 0)
-    validations = math.ceil(cfg.epochs / cfg.eval_epochs)
-    trial = cfg.epochs * steps * seconds["training step"] + validations * scoring
+    times_scored = math.ceil(cfg.epochs / cfg.eval_epochs)
+    trial = cfg.epochs * epoch_steps * seconds["training step"] + times_scored * scoring
     decoding = seconds["decoding"] * (1 + sizes["test"] / sizes["val"])
     return decoding + trials * trial + tests * test
 
@@ -433,39 +491,71 @@ def seconds_of_finetune(
 # --- a few steps ----------------------------------------------------------------------------------
 
 
-def loader(is_here: bool) -> Callable[[AlignConfig | FinetuneConfig, Path | None], Pretrained]:
-    """Return what makes the networks: with their weights, or without if they are not here."""
-    return load_backbone if is_here else lambda cfg, weights: empty_networks(cfg)
+def is_too_large(numbers: int, device: torch.device) -> bool:
+    """Return whether a backbone of so many numbers is too large for steps on this device."""
+    return device.type == "cpu" and numbers > MOST_NUMBERS
 
 
-def may_be_tried(experiment: Experiment[Any], is_here: bool) -> bool:
-    """Return whether steps can be taken; weights that are not here get random numbers first."""
-    if is_here:
-        return True
-    networks = experiment.networks
-    if experiment.device.type == "cpu" and numbers_of(networks) > MOST_NUMBERS:
-        return False
+def set_random_weights(networks: Pretrained) -> None:
+    """Give networks without numbers random ones, in place, so that steps can be timed."""
     LOG.warning("timing steps with random weights, which may take some minutes")
     for network in (networks.backbone, networks.head):
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data.uniform_(-0.02, 0.02)
-    return True
+
+
+def estimate_align(experiment: Alignment, done: int | None, has_weights: bool) -> Record:
+    """Time steps of an align run, and return what `tell_times` says of them and of what is left.
+
+    `done` is the number of finished alternations, None before linear probing is done. Weights that
+    are not here (`has_weights`) get random numbers first.
+    """
+    if not has_weights:
+        set_random_weights(experiment.networks)
+    cfg, device = experiment.cfg, experiment.device
+    images = len(experiment.task.train.targets)
+    smallest_batch = min(cfg.p_batch, cfg.d_batch, images)
+    seconds, how = reckon(partial(time_align, experiment), smallest_batch, device)
+    left = seconds_of_align(cfg, seconds, images, done)
+    found = tell_times(seconds, left, tell_random(has_weights) + how, cfg.backbone, device)
+    if device.type == "cuda" and cfg.mfac_device == "same":
+        # The timed steps stored one gradient, in float32; a run stores one for each lower step.
+        more = (cfg.lower_steps - 1) * 4 * experiment.new_theta(cfg.seed).numel()
+        found["memory"] = tell_memory(device, more)
+    return found
+
+
+def estimate_finetune(experiment: Tuning, trials: int, tests: int, has_weights: bool) -> Record:
+    """Time steps of fine-tuning, and return what `tell_times` says of them and of what is left.
+
+    `trials` and `tests` are the numbers of those that are left; `has_weights` as in
+    `estimate_align`.
+    """
+    if not has_weights:
+        set_random_weights(experiment.networks)
+    cfg, device, task = experiment.cfg, experiment.device, experiment.task
+    smallest_batch = min(cfg.batch, len(task.train.targets))
+    seconds, how = reckon(partial(time_finetune, experiment), smallest_batch, device)
+    left = seconds_of_finetune(cfg, seconds, task.sizes(), trials, tests)
+    return tell_times(seconds, left, tell_random(has_weights) + how, cfg.backbone, device)
 
 
 def reckon(
     time_steps: Callable[[float], Seconds], smallest: int, device: torch.device, few: int = 2
 ) -> tuple[Seconds, str]:
-    """Return seconds of whole steps, and a clause on how they are known, which may be empty.
+    """Return the seconds of whole steps, and a clause on their origin, empty if they were timed.
 
-    On a CPU, where a step with few images says that a whole one would be long, it is multiplied.
+    On a CPU, steps with few images are timed first. If these say that a whole step would take more
+    than LONG_STEP, none is taken, and the seconds are those of the few images, multiplied.
 
     Args:
         time_steps: called with a share of each batch, it times steps with so many images, and
             returns what whole ones take.
         smallest: images in the smallest batch of a step.
         device: where the network is.
-        few: images that are enough. Where all weights are trained, the optimiser's part of a step,
-            which is the same for any number of images, would count too much with two.
+        few: how many images are timed first. Where all weights are trained, two would not do: the
+            optimiser's part of a step takes as long for any number of images, and would be
+            multiplied, too.
     """
     if device.type == "cpu" and smallest > few:
         seconds = time_steps(few / smallest)
@@ -474,11 +564,13 @@ def reckon(
     return time_steps(1.0), ""
 
 
-def part(batch: int, share: float) -> int:
+def images_of_share(batch: int, share: float) -> int:
     """Return how many images a share of a batch has, two at least, unless the batch has fewer.
 
-    >>> part(256, 1 / 32), part(64, 1 / 32), part(64, 1 / 64), part(1, 1.0)
-    (8, 2, 2, 1)
+    >>> images_of_share(256, 1 / 32), images_of_share(64, 1 / 32)
+    (8, 2)
+    >>> images_of_share(64, 1 / 64), images_of_share(1, 1.0)
+    (2, 1)
     """
     return min(batch, max(2, round(batch * share)))
 
@@ -495,49 +587,59 @@ def for_a_while(steps: Iterable[T], clock: Clock = time.perf_counter) -> Iterato
 
 
 def median_seconds(steps: Iterable[object], clock: Clock = time.perf_counter) -> float:
-    """Return the median of the seconds that steps take, of which the first one warms up."""
-    times = [clock() for _ in for_a_while(steps, clock)]
-    return median(after - before for before, after in pairwise(times))
+    """Return the median of the seconds that steps take; the first, which warms up, is left out."""
+    ends = [clock() for _ in for_a_while(steps, clock)]
+    return median(end - end_before for end_before, end in pairwise(ends))
 
 
 def time_pretraining(
     cfg: PretrainConfig, pool: Pool, device: torch.device, share: float
 ) -> Seconds:
     """Return the seconds of a whole step of pretraining, timed with this share of its images."""
-    images = part(cfg.batch, share)
-    steps = MOST_STEPS + 1
+    images = images_of_share(cfg.batch, share)
+    steps = MOST_STEPS + 1  # the first one warms up
     short = cfg.model_copy(update={"batch": images, "epochs": steps, "base_lr": RATE})
-    prepared = pretrain.prepare(short, 1, device)
-    task, opt = prepared.pretext_task, prepared.opt
-    records = pretrain.train(short, task, pool, opt, range(steps), 1, device)
+    prepared = pretrain.prepare(short, epoch_steps=1, device=device)
+    records = pretrain.train(
+        short,
+        prepared.pretext_task,
+        pool,
+        prepared.opt,
+        steps_left=range(steps),
+        record_steps=1,
+        device=device,
+    )
     return {"training step": median_seconds(records) * cfg.batch / images}
 
 
 def time_align(experiment: Alignment, share: float) -> Seconds:
-    """Return the seconds of all that align does, timed with this share of each batch."""
+    """Return the seconds of all that align does: of each kind of step, line 10 and a validation.
+
+    Steps are taken with this share of each batch; the seconds are those of whole steps.
+    """
     cfg = experiment.cfg
-    steps = MOST_STEPS + 1
-    whole = min(cfg.d_batch, len(experiment.task.train.targets))
-    images = part(whole, share)
-    of_pool = part(cfg.p_batch, share)
+    steps = MOST_STEPS + 1  # the first one warms up
+    d_batch = min(cfg.d_batch, len(experiment.task.train.targets))
+    d_images = images_of_share(d_batch, share)
+    p_images = images_of_share(cfg.p_batch, share)
     changes = {
         "alternations": steps, "lower_steps": 1, "upper_steps": min(1, cfg.upper_steps),
-        "probe_epochs": steps, "p_batch": of_pool, "d_batch": images,
+        "probe_epochs": steps, "p_batch": p_images, "d_batch": d_images,
         "p_lr": RATE, "phi_p_lr": RATE, "d_lr": RATE,
     }  # fmt: skip
     # With so few training images, an epoch of linear probing is one step.
     short = replace(
         experiment,
         cfg=cfg.model_copy(update=changes),
-        task=experiment.task._replace(train=first_of(experiment.task.train, images)),
+        task=experiment.task._replace(train=first_of(experiment.task.train, d_images)),
     )
     lower, curvature, upper = time_alternations(short)
     probing = median_seconds(probe(short, prepare(short)))
     return {
-        "lower step": lower * cfg.p_batch / of_pool,
+        "lower step": lower * cfg.p_batch / p_images,
         "curvature": curvature,
-        "upper step": upper * cfg.d_batch / images,
-        "probing step": probing * whole / images,
+        "upper step": upper * d_batch / d_images,
+        "probing step": probing * d_batch / d_images,
         **time_validation(experiment, share),
     }
 
@@ -545,53 +647,58 @@ def time_align(experiment: Alignment, share: float) -> Seconds:
 def time_alternations(
     experiment: Alignment, clock: Clock = time.perf_counter
 ) -> tuple[float, float, float]:
-    """Return the seconds of a lower step, of line 10 and of an upper step, 0 where there is none.
+    """Return the seconds of a lower step, of line 10 and of an upper step, 0 if there is none.
 
-    They are the medians of alternations, each of one step a level.
+    Each is the median over alternations; the first one, which warms up, is left out. The settings
+    of `experiment` have one lower step an alternation, and at most one upper step.
     """
     cfg = experiment.cfg
     prepared = prepare(experiment)
     pretext, downstream = batches_left(experiment, prepared)
-    marks: list[float] = []  # of an alternation: when each part began, and its end
+    marks: list[float] = []  # when the parts of the present alternation began, and when it ended
 
-    def noting(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
-        """The run's hypergradient, line 10; the time is noted first."""
+    def note_and_do_line_10(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
+        """Note the time, then do line 10 with the run's own hypergradient."""
         marks.append(clock())
         return prepared.hypergrad(G, lam, H)
 
     logs = algorithm_1(
         prepared.state,
-        cfg,
-        prepared.pretext_task,
-        prepared.head.loss,
-        noting,
-        noted(pretext, marks, clock),
-        noted(downstream, marks, clock),
-        experiment.passes,
-        "cpu" if cfg.mfac_device == "cpu" else None,
-        partial(prepared.head.loss, regularise=True),
+        steps=cfg,
+        task=prepared.pretext_task,
+        loss_D=prepared.head.loss,
+        hypergrad=note_and_do_line_10,
+        pretext=noted(pretext, marks, clock),
+        downstream=noted(downstream, marks, clock),
+        passes=experiment.passes,
+        store="cpu" if cfg.mfac_device == "cpu" else None,
+        train_D=partial(prepared.head.loss, regularise=True),
     )
-    rows: list[list[float]] = []  # seconds of the parts of an alternation
-    for _ in for_a_while(logs, clock):  # its numbers are read from the device: its work is done
+    rows: list[list[float]] = []  # of each alternation the seconds of its parts
+    # A log has numbers that were read from the device, so when it comes, the device has done all.
+    for _ in for_a_while(logs, clock):
         marks.append(clock())
         rows.append([after - before for before, after in pairwise(marks)])
         marks.clear()
-    lower, curvature, *upper = [median(column) for column in zip(*rows[1:], strict=True)]
-    return lower, curvature, *(upper or [0.0])
+    medians = [median(column) for column in zip(*rows[1:], strict=True)]
+    if not cfg.upper_steps:
+        medians.append(0.0)
+    lower, curvature, upper = medians
+    return lower, curvature, upper
 
 
-def noted(batches: Iterator[T], times: list[float], clock: Clock) -> Iterator[T]:
-    """Yield the batches; when one is asked for, note the time first."""
+def noted(batches: Iterator[T], marks: list[float], clock: Clock) -> Iterator[T]:
+    """Yield the batches; when one is asked for, the time is appended to `marks` first."""
     while True:
-        times.append(clock())
+        marks.append(clock())
         yield next(batches)
 
 
 def time_finetune(experiment: Tuning, share: float) -> Seconds:
-    """Return the seconds of all that fine-tuning does, timed with this share of a batch."""
+    """Return the seconds of a step of fine-tuning and of a validation, as `time_align` does."""
     cfg = experiment.cfg
-    whole = min(cfg.batch, len(experiment.task.train.targets))
-    images = part(whole, share)
+    batch = min(cfg.batch, len(experiment.task.train.targets))
+    images = images_of_share(batch, share)
     short = replace(
         experiment,
         cfg=cfg.model_copy(update={"lr": (RATE,)}),
@@ -599,12 +706,14 @@ def time_finetune(experiment: Tuning, share: float) -> Seconds:
     )
     theta = short.new_theta(cfg.seed).requires_grad_()
     head = short.new_head("peft head", cfg.seed)
-    opt = make_optimiser(short.cfg, [theta, *head.phi.values()], 1)
-    steps = range(MOST_STEPS + 1)
+    opt = make_optimiser(short.cfg, [theta, *head.phi.values()], epoch_steps=1)
+    steps = range(MOST_STEPS + 1)  # the first one warms up
     examples = short.examples("peft", cfg.seed, images, steps, cfg.drop_path, by_epoch=True)
     loss = partial(head.loss, theta, head.phi, regularise=True)
-    records = train_epochs(loss, opt, examples, 1, "dry run", short.passes)
-    step = median_seconds(records) * whole / images
+    records = train_epochs(
+        loss, opt, examples, steps_per_record=1, label="dry run", passes=short.passes
+    )
+    step = median_seconds(records) * batch / images
     return {"training step": step, **time_validation(experiment, share)}
 
 
@@ -616,23 +725,25 @@ def first_of(split: Split, images: int) -> Split:
 def time_validation(
     experiment: Experiment[Any], share: float, clock: Clock = time.perf_counter
 ) -> Seconds:
-    """Return the seconds of a validation, and those that decoding its images takes at first.
+    """Return the seconds of a "validation", and of "decoding" its images, which is done once.
 
-    Images that are too many to be kept are decoded each time.
+    Images that are too many to be kept are decoded in each validation: then its seconds have those
+    of decoding, too, and "decoding" is 0.
     """
     val = experiment.task.val
     images = len(val.targets)
-    few = first_of(val, part(min(VAL_BATCH, images), share))
+    few = first_of(val, images_of_share(min(VAL_BATCH, images), share))
     theta, head = experiment.new_theta(0), experiment.new_head("dry run", 0)
     times = [clock()]
-    for _ in range(2):  # of the second time, the images are decoded
+    for _ in range(2):  # the second time, the images are decoded already
         experiment.score(few, theta, head.with_stats)
         times.append(clock())
     with_decoding, validation = (
         (after - before) * images / len(few.targets) for before, after in pairwise(times)
     )
     decoding = max(0.0, with_decoding - validation)
-    if 3 * images * experiment.transform.size**2 > data.MOST_KEPT:
+    decoded_size = 3 * images * experiment.transform.size**2  # bytes
+    if decoded_size > data.MOST_KEPT:
         return {"validation": validation + decoding, "decoding": 0.0}
     return {"validation": validation, "decoding": decoding}
 
@@ -647,11 +758,12 @@ def as_text(found: Record) -> str:
     width = max(map(len, found))
     lines = []
     for name, value in found.items():
+        if isinstance(value, int):  # the size of a split, which the line of the images has, too
+            continue
         text = value
         if isinstance(value, dict):
             text = ", ".join(f"{key} {content}" for key, content in value.items()) or "nothing"
         elif isinstance(value, list):
             text = "; ".join(value)
-        if not isinstance(value, int):  # sizes of splits, which the line of the images has, too
-            lines.append(f"{name:<{width}}  {text}")
+        lines.append(f"{name:<{width}}  {text}")
     return "\n".join(lines)

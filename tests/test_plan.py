@@ -26,11 +26,11 @@ from extras.plan import (
     count_trials,
     describe_length,
     describe_network,
-    in_hours,
     median_seconds,
     reckon,
     seconds_of_align,
     seconds_of_finetune,
+    tell_duration,
     what_is_left,
 )
 
@@ -67,7 +67,7 @@ def test_the_network_is_built_without_its_numbers() -> None:
 
 
 def test_times_are_for_people() -> None:
-    assert [in_hours(seconds) for seconds in (1, 600, 36_000)] == [
+    assert [tell_duration(seconds) for seconds in (1, 600, 36_000)] == [
         "1 seconds", "10 minutes", "10.0 hours"
     ]  # fmt: skip
 
