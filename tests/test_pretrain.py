@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,8 @@ def test_the_normalisation_of_pretraining_is_kept_and_another_one_is_told(
 ) -> None:
     """The quilts' own in the file. The file of handwriting, and a copy of it, is known by content.
 
-    A file of an earlier version says nothing, so nothing is said.
+    A file of an earlier version says nothing, so nothing is said. Labelled images and pool are
+    compared with it and with each other.
     """
     about = json.loads(torch.load(weights / "backbone.pth")["bisslight"])
     pool, task = quilts(0)
@@ -106,9 +108,22 @@ def test_the_normalisation_of_pretraining_is_kept_and_another_one_is_told(
     ):
         caplog.clear()
         open_experiment(FinetuneConfig(backbone="vit_mini", dataset="own", weights=file), given)
-        lines = [x for x in caplog.messages if x.startswith("--weights: was pretrained on")]
+        lines = [x for x in caplog.messages if x.startswith("normalisation: ")]
         assert len(lines) == said, (file, lines)
-        assert not said or "are with mean 0.500 0.500 0.500, std" in lines[0]
+        assert not said or "; --dataset has mean 0.500 0.500 0.500, std" in lines[0]
+
+    for file, given, of_pool, said in (
+        (weights, task, pool, []),
+        (weights, task, pool._replace(mean=(0.5,) * 3), ["--weights", "--dataset", "--pool"]),
+        (tmp_path / "older.pth", task, pool, []),
+        (tmp_path / "older.pth", other, pool, ["--dataset", "--pool"]),
+    ):
+        caplog.clear()
+        settings: Any = {"dataset": "own", "pool": "own", "weights": file}
+        open_experiment(AlignConfig(backbone="vit_mini", **settings), given, of_pool)
+        lines = [x for x in caplog.messages if x.startswith("normalisation: ")]
+        flags = [word for line in lines for word in line.split() if word.startswith("--")]
+        assert flags == said, (file, lines)
 
 
 def test_other_pretext_tasks_and_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from toy import PEFT_STEPS, done, outside, refusal
 
 import lora
 from config import AlignConfig
-from data import rng
+from data import IMAGENET, rng
 from mae import MAE, Decoder, positions
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, find_weights, load_backbone
@@ -159,6 +159,21 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any) -> None:
     examples = next(experiment.examples("test", 0, 4, range(1), 0.0))
     assert float(examples.images.min()) < 0 < float(examples.images.max()) <= 1
     assert experiment.adapter_info().channels == ((0.5, 0.5, 0.5),) * 2
+
+
+@pytest.mark.parametrize(
+    ("mean_and_std", "told"), [(IMAGENET, 0), (((0.5,) * 3,) * 2, 0), (((0.1,) * 3,) * 2, 1)]
+)
+def test_a_mean_of_a_script_that_the_network_does_not_take_is_told(
+    vit: Any, caplog: Any, mean_and_std: Any, told: int
+) -> None:
+    """The test network's is 0.5 and 0.5; ImageNet's, the default, was not chosen by anybody."""
+    pool, task = quilts(0)
+    mean, std = mean_and_std
+    open_experiment(settings(image_size=32), task._replace(mean=mean, std=std), pool)
+    lines = [line for line in caplog.messages if line.startswith("normalisation: ")]
+    assert len(lines) == told
+    assert not told or "the task has mean 0.100 0.100 0.100, std 0.100 0.100 0.100, " in lines[0]
 
 
 def saved(mean: list[float] | None) -> dict[str, Any]:

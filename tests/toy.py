@@ -108,7 +108,7 @@ def refusal(line: str, code: int = 2) -> str:
     outcome = run(line)
     # What a folder holds is told before: "folder:/photos: 2 classes, ...".
     # The pretrained toys are normalised otherwise than folders, which is told, too.
-    told = ("folder:", "own:", "pool:", "--weights: was pretrained on images normalised")
+    told = ("folder:", "own:", "pool:", "normalisation:")
     lines = [said for said in outcome.err.splitlines() if not said.startswith(told)]
     assert (outcome.code, outcome.out) == (code, ""), outcome
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
