@@ -87,6 +87,7 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
             found |= plan_align(cfg, out, weights, has_weights)
         else:
             found |= plan_finetune(cfg, out, weights, has_weights)
+            cfg = with_earlier(out, cfg)  # the rates that it goes on with
     return found | {"unlike the paper": cfg.unlike_paper()}
 
 

@@ -87,8 +87,9 @@ class RunResult(BaseModel, frozen=True):
     """What the result of every finished run has."""
 
     out: str  # the run's directory
-    cpu_seconds: float  # CPU time of the run, with that before a stop; of finetune, of all trials
-    seconds: float  # the same by the clock
+    # CPU time of the run, with that before a stop; of finetune, of all trials
+    cpu_seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0)  # the same by the clock
 
 
 class TrialResult(BaseModel, frozen=True):
@@ -102,8 +103,8 @@ class TrialResult(BaseModel, frozen=True):
     start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
     start_seed: int | None = None  # of the run that made that adapter, if it says so
     start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
-    cpu_seconds: float
-    seconds: float
+    cpu_seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0)
     bisslight: Said = None  # the version of this program
     torch: Said = None  # and that of torch
 
@@ -161,7 +162,10 @@ def check_tests(tests: Sequence[Score], metric: Metric, images: int) -> None:
     So it is in a file that was edited.
     """
     for test in tests:
-        if metric == "top-1 accuracy":
+        if metric == "11-point mAP":
+            if test.right is not None:
+                raise ValueError("a test counts images that were right, which mAP does not")
+        else:
             if test.right is None:
                 raise ValueError("a test does not say how many images were right")
             if abs(100 * test.right / images - test.accuracy) > 1e-6:

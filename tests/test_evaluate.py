@@ -113,6 +113,17 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     assert compared == {"difference": 10.5, "p": by_hand([700, 720], [600, 610]), "splits": 6}
 
 
+def test_a_run_in_two_arms_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given twice, by another way to write it, by a link, or with the folder that it lies in."""
+    run = finished(tmp_path / "arm/a", [70.0, 72.0])
+    other = finished(tmp_path / "other", [60.0])
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    for again in (run, Path(), tmp_path / "link", tmp_path / "arm"):
+        with pytest.raises(UsageError, match=rf"^{again}: \S* is in two arms; give each run once$"):
+            evaluate([run, other, again])
+
+
 def test_arms_have_names_that_tell_them_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,11 +258,12 @@ def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_p
     """A file of a task that was edited between two align runs has another digest."""
     on: Any = {"pretext": "rotation", "pretext_sha256": "1" * 64}
     one = finished(tmp_path / "one", [70.0], by="mfac", origin=on)
+    again = finished(tmp_path / "again", [70.0], by="mfac", origin=on)
     edited = finished(
         tmp_path / "edited", [70.0], by="mfac", origin=on | {"pretext_sha256": "2" * 64}
     )
     mae = finished(tmp_path / "mae", [70.0], by="mfac")
-    found = evaluate([one, one, edited, mae]).arms
+    found = evaluate([one, again, edited, mae]).arms
     there = "align with pretext task rotation (11111111)"
     assert found[1].differs == {}
     assert found[2].differs["align_pretext"] == (
@@ -300,6 +312,10 @@ def test_results_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         "trials": {"trials": []},
         "twice": {"tests": [{"accuracy": 70.0, "loss": 1.0, "right": 700}] * 2},
         "metric": {"metric": "bla"},
+        "mAP": {"metric": "11-point mAP"},  # then the images that are right would not count
+        "seconds": {"cpu_seconds": -5},
+        "rate": {"lr": 3e-3},  # the trials are of 1e-3
+        "rates": {"rates": [0.1]},
     }
     for name, change in changes.items():
         run = finished(tmp_path / name, [70.0])

@@ -100,6 +100,40 @@ def test_the_time_of_a_rate_that_lost_is_counted(
     assert grown.cpu_seconds == pytest.approx(sum(trial["cpu_seconds"] for trial in trials))
 
 
+def test_the_time_of_a_rate_that_diverged_is_counted_after_it_was_left_out(
+    weights: Path, tmp_path: Path
+) -> None:
+    """As the refusal of a single rate that diverged tells to do."""
+    with pytest.raises(RunError, match="leave it out of --lr"):
+        tune(weights, tmp_path, lr=(1e30,), epochs=1, optimizer="sgd")
+    result = tune(weights, tmp_path, lr=(1e-3,), epochs=1, optimizer="sgd")
+    trials = [json.loads(file.read_text()) for file in tmp_path.glob("lr*/result.json")]
+    assert sorted(trial["lr"] for trial in trials) == [1e-3, 1e30]
+    for name, told in (("seconds", result.seconds), ("cpu_seconds", result.cpu_seconds)):
+        assert told == pytest.approx(sum(trial[name] for trial in trials))
+
+
+def test_files_of_a_trial_that_are_copied_over_anothers_are_refused(
+    weights: Path, tmp_path: Path
+) -> None:
+    """As it is told, one file or directory is to be removed; then the numbers are as before."""
+    settings: dict[str, Any] = {"lr": (1e-2,), "seeds": 2, "epochs": 1}
+    first = tune(weights, tmp_path, **settings)
+    own, other = tmp_path / "lr0.01-s0", tmp_path / "lr0.01-s1"
+    shutil.copy(other / "test.json", own)
+    with pytest.raises(
+        UsageError, match=r"s0/test\.json: .*another adapter.*; remove it, and the "
+    ):
+        tune(weights, tmp_path, **settings)
+    (own / "test.json").unlink()
+    assert tune(weights, tmp_path, **settings) == first
+    shutil.copy(other / "result.json", own)
+    with pytest.raises(UsageError, match=r"s0/result\.json: is of lr0\.01-s1; remove \S*s0, and"):
+        tune(weights, tmp_path, **settings)
+    shutil.rmtree(own)
+    assert without_time(tune(weights, tmp_path, **settings)) == without_time(first)
+
+
 def test_a_finished_run_is_only_read(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,17 @@ from extras.plan import (
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
+def test_the_rates_that_are_there_are_among_those_that_are_unlike_the_paper(
+    pretrained: Path,
+) -> None:
+    """A dry run of one rate into a directory that has another goes on with both."""
+    line = finetune_line(pretrained, "--epochs 1 --out f")
+    done(line)
+    plan = json.loads(done(f"{line} --lr 0.005 --dry-run --json"))
+    assert "2 rates" in plan["length"]
+    assert plan["unlike the paper"]["lr"] == [0.005, 0.01]
+
+
 def test_trials_are_each_rate_with_the_first_seeds_and_the_best_with_all() -> None:
     """Two of three rates are tried with 2 seeds each for nothing: 4 + 5 trials."""
     cfg = FinetuneConfig(
