@@ -4,6 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 from pydantic import BaseModel
@@ -66,9 +67,38 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         raise UsageError(f"{name}: there is no folder {place}, and {say_no_name(place.name)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out)
+    holds, task, problems = open_as_a_run_does(name, place, pool, root, partial)
+    told = "\n".join(problems)  # as one text, since a problem may be several faults
+    problems += [fault for fault in found.faults if fault not in told]
+    digests, unreadable = read_each(found.images)
+    problems += unreadable
+    if task:
+        problems += find_copies(task, digests) + find_converted(task) + find_derived(task)
+    return Check(
+        name=name,
+        images=len(found.images),
+        holds=holds,
+        left_out=found.left_out,
+        problems=problems,
+    )
+
+
+class Opened(NamedTuple):
+    """What a data set is once it was opened."""
+
+    holds: list[str]  # as in `Check`
+    task: Task | None  # that of a folder, whose images are compared with each other
+    problems: list[str]  # those that kept it from being opened, and faults of a folder
+
+
+def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: bool) -> Opened:
+    """Open a benchmark, or the folder `place` as a task or a pool, and say what it holds.
+
+    `pool` has all images of the folder; where nothing else can be opened, it is what is described.
+    """
     holds = describe(pool)
+    task: Task | None = None
     problems: list[str] = []
-    task: Task | None = None  # of a folder: copies are looked for there alone
     folders = subfolders(place)
     is_task = len(folders) > 1 or any(folder.name.lower() == "train" for folder in folders)
     with collected(problems):
@@ -81,24 +111,14 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
                 problems += faults
         else:
             holds = [f"a pool, since there are no class folders; {holds[0]}", *holds[1:]]
-
-    told = "\n".join(problems)  # as one text, since a problem may be several faults
-    problems += [fault for fault in found.faults if fault not in told]
-    readable, faults = read_each(found.images)
-    problems += faults
-    if task:
-        problems += find_copies(task, readable) + find_converted(task) + find_derived(task)
-    return Check(
-        name=name,
-        images=len(found.images),
-        holds=holds,
-        left_out=found.left_out,
-        problems=problems,
-    )
+    return Opened(holds, task, problems)
 
 
 def read_each(files: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
-    """Read image files to their end: a digest of each one's pixels, and what is wrong with them."""
+    """Read image files to their end; return digests of their pixels, and what is wrong with some.
+
+    A file that cannot be read has no digest. One whose decoder only warns has a digest, too.
+    """
     digests: dict[Path, str] = {}
     problems: list[str] = []
     for file in files:
@@ -113,13 +133,13 @@ def read_each(files: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
 
 
 def digest_of_pixels(image: Picture) -> str:
-    """sha256 of shape and pixels: of a picture that was saved anew without loss it is the same."""
+    """sha256 of shape and pixels; a picture that is saved anew without loss keeps its digest."""
     pixels = pil_to_tensor(image) if isinstance(image, Image.Image) else image  # (3, height, width)
     return hashlib.sha256(f"{pixels.shape}".encode() + pixels.numpy().tobytes()).hexdigest()
 
 
 def check_omniglot(name: str) -> Check:
-    """Look at the handwriting that is a part of this program: the pool, or an alphabet's task."""
+    """Describe the handwriting that is a part of this program: the pool, or an alphabet's task."""
     source: Pool | Task
     if name == "omniglot":
         source = omniglot_pool()
@@ -131,35 +151,43 @@ def check_omniglot(name: str) -> Check:
 
 
 def find_copies(task: Task, digests: Mapping[Path, str]) -> list[str]:
-    """A problem for each picture that two or more files have, whatever their format: where it is.
+    """Return a problem for each picture that two or more files show, whatever their format.
 
-    Those of one class count, too, since a split by hash may part them.
+    Each problem names the files and, where the copies lie in several classes or parts, these, too.
+    Copies in one class are a problem, too: a split may put one of them into training and another
+    one into the test.
     """
-    groups = defaultdict[str, list[Path]](list)  # by content
+    groups = defaultdict[str, list[Path]](list)  # files of the same picture, by its digest
     for file, digest in digests.items():
         groups[digest].append(file)
-    kinds, parts = places_of_files(task)
+    class_of, part_of = classes_and_parts(task)
     problems = []
-    for first, *copies in groups.values():
-        if not copies:
+    for files in groups.values():
+        if len(files) == 1:
             continue
-        where = ""
-        for of_file, what in ((kinds, "classes"), (parts, "parts")):
-            names = sorted({of_file[file] for file in (first, *copies) if file in of_file})
-            if len(names) > 1:
-                where += f", in {len(names)} {what}: {', '.join(names)}"
+        where = name_several("classes", files, class_of) + name_several("parts", files, part_of)
+        first, *copies = files
         same = ", ".join(str(file) for file in copies)
         problems.append(f"{same}: is the same as {first}{where}; keep one of them")
     return problems
 
 
-def places_of_files(task: Task) -> tuple[dict[Path, str], dict[Path, str]]:
-    """The class and the part of each file of a folder, such as "rose" and "train"."""
-    kinds: dict[Path, str] = {}
-    parts: dict[Path, str] = {}
+def name_several(what: str, files: Sequence[Path], name_of: Mapping[Path, str]) -> str:
+    """Return a clause that names the classes (`what`) of files, or "" if they have only one.
+
+    Files that `name_of` does not have are passed over.
+    """
+    names = sorted({name_of[file] for file in files if file in name_of})
+    return f", in {len(names)} {what}: {', '.join(names)}" if len(names) > 1 else ""
+
+
+def classes_and_parts(task: Task) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Return the class of each file of a folder, such as "rose", and its part, such as "train"."""
+    class_of: dict[Path, str] = {}
+    part_of: dict[Path, str] = {}
     for name in SPLITS:
         split: Split = getattr(task, name)
         for file, label in zip(split.images, split.targets.tolist(), strict=True):
-            kinds[file] = task.classes[label]
-            parts[file] = name
-    return kinds, parts
+            class_of[file] = task.classes[label]
+            part_of[file] = name
+    return class_of, part_of
