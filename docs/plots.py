@@ -4,6 +4,7 @@ It runs notebook 1 and one_page.py, some two minutes of one core. The plots are 
 take the page's colours, light or dark.
 
     descent.svg   notebook 1's last picture: where a descent ends with each of five hypergradients
+    mfac.svg      what M-FAC makes of g, as it stores more and more gradients
     letters.svg   what the decoder fills in
     factors.svg   λ / (κ + λ), with what M-FAC sees in this run, and the matrix of Gauss and Newton
 """
@@ -35,7 +36,7 @@ STYLE = """<style>
 #ID path { fill: none; stroke: #59636e; stroke-width: 2 }
 #ID .axis { stroke: #8c959f; stroke-width: 1 }
 #ID .blue { stroke: #0072b2 } #ID .ochre { stroke: #b07400 } #ID .red { stroke: #cf222e }
-#ID .green { stroke: #116329 } #ID .dots { stroke-dasharray: 2 4 }
+#ID .green { stroke: #116329 } #ID .dots { stroke-dasharray: 2 4 } #ID .thin { stroke-width: 1 }
 #ID text.blue { fill: #0072b2; stroke: none } #ID text.ochre { fill: #8a5a00; stroke: none }
 #ID text.red { fill: #cf222e; stroke: none } #ID text.green { fill: #116329; stroke: none }
 #ID .band { stroke: none; opacity: .2 } #ID .band.blue { fill: #0072b2 }
@@ -155,6 +156,35 @@ def descent() -> None:
     plot.save()
 
 
+def mfac() -> None:
+    """What q becomes of each g of one length: λ (F + λI)⁻¹ g, in the valley of the page, at λ = 1.
+
+    The gradients are those of valley.js: twenty of them give the curvature itself.
+    """
+    curvature = np.array([0.25, 4.0])  # along the valley, across it
+    plot = Plot(
+        "mfac",
+        "What q becomes of g, with 0, 1, 3 and 20 stored gradients",
+        "With no gradient, q is g. One gradient, which is steep, shortens the q of all g that "
+        "point along it or against it. With three, and with twenty, q is short across the valley.",
+    )
+    radius, turn = 64.0, np.linspace(0, 2 * np.pi, 73)
+    circle = np.stack([np.cos(turn), np.sin(turn)], 1)
+    names = {0: "no gradient: q is g", 1: "1 gradient", 3: "3 gradients", 20: "20 gradients"}
+    for n, (count, name) in enumerate(names.items()):
+        middle = np.array([120 + 230 * (n % 2), 74 + 176 * (n // 2)])
+        angles = np.pi * (0.27 + np.arange(count) * 7 % 20 / 20)
+        G = np.sqrt(2 * curvature) * np.stack([np.cos(angles), np.sin(angles)], 1)
+        F = G.T @ G / max(count, 1)
+        for tip in middle + radius / 3 * G:
+            plot.path([tuple(middle), tuple(tip)], "blue thin")
+        q = np.linalg.solve(F + np.eye(2), circle.T).T
+        plot.path([tuple(middle + radius * point) for point in circle], "axis")
+        plot.path([tuple(middle + radius * point) for point in q], "green")
+        plot.words(middle[0], middle[1] + radius + 22, name, "faint", "middle")
+    plot.save(height=346)
+
+
 def pixels(plot: Plot, image: NDArray[Any], left: float, top: float, size: float) -> None:
     """An image of ink, 0 to 1, in six shades; pixels of a shade in a row are one rectangle."""
     shades = (image.clip(0, 1) * 6).round().astype(int)
@@ -237,6 +267,7 @@ def main() -> None:
     """Draws all."""
     matplotlib.use("Agg")
     descent()
+    mfac()
     printed = io.StringIO()
     sys.argv = ["one_page.py", "--measure"]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):

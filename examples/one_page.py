@@ -23,13 +23,13 @@ PATCHES, KEPT, DECODER_DIM = 49, 12, 48  # of an image; shown in the pretext tas
 FOLDER = Path(__file__).resolve().parent.parent / "support"  # with the images, and with ψ
 
 # --- M-FAC: q ≈ λ (∇²L^P + λI)⁻¹ g, with stored gradients for ∇²L^P, each layer k by itself -------
-def eq_7(G_k):  # a layer's stored gradients, (N_L, p) -> its M_k: N_L pairs of v_i (p,) and d_i
+def eq_7(G_k):  # a layer's N_L stored gradients -> its M_k: N_L pairs of a vector v_i and d_i
     M_k = []
     for grad_P in G_k:  # in float64
         v_i = grad_P / LAM - sum(v_j * (v_j @ grad_P) / (len(G_k) + d_j) for v_j, d_j in M_k)
         M_k.append((v_i, v_i @ grad_P))
     return M_k
-def eq_10(M_k, g_k):  # the layer's part of q, from its part of g; both (p,)
+def eq_10(M_k, g_k):  # the layer's part of q, from its part of g
     return g_k - LAM * sum(v_j * (v_j @ g_k) / (len(M_k) + d_j) for v_j, d_j in M_k)
 def seen(G_k, g_k):  # the largest curvature κ of F, over λ; the share of |g_k|² in the span of G_k
     _, sizes, span = torch.linalg.svd(G_k, full_matrices=False)
@@ -50,21 +50,21 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, q_is_0=False):
             noise = torch.rand(BATCH_P, PATCHES, generator=rng)  # which patches to hide
             loss_P = L_P(psi, theta_P, phi_P, pool[next(batches_P)], noise)
             grad_P, *g_phi_P = torch.autograd.grad(loss_P, lower)  # l.6, and l.8 in the same pass
-            G.append(grad_P)  # l.6: without the spring's
+            G.append(grad_P)  # l.6
             g_theta_P = grad_P + LAM * (theta_P - theta_D).detach()  # l.7
             opt_P(lower, [g_theta_P, *g_phi_P])  # l.9
-        stored = torch.stack(G, 1).double()  # (K, N_L, p)
+        stored = torch.stack(G, 1).double()  # (K, N_L, 4 · R · DIM)
         M = [eq_7(G_k) for G_k in stored]  # l.10
         for _ in range(N_U):  # l.11, upper level
             chosen = next(batches_D)
             loss = L_D(psi, theta_P, phi_D, images[chosen], labels[chosen])
-            g, *g_phi_at_P = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12
+            g, *first = torch.autograd.grad(loss, [theta_P, *phi_D.values()])  # l.12
             q = torch.stack([*map(eq_10, M, g.double())]).to(g)  # l.13, layer by layer
             q = torch.zeros_like(q) if q_is_0 else q
             loss_D = L_D(psi, theta_D, phi_D, images[chosen], labels[chosen])
-            grad_D, *g_phi_at_D = torch.autograd.grad(loss_D, upper)
+            grad_D, *second = torch.autograd.grad(loss_D, upper)
             g_theta_D = q + grad_D  # l.14
-            g_phi_D = [x + y for x, y in zip(g_phi_at_P, g_phi_at_D, strict=True)]  # l.15
+            g_phi_D = [x + y for x, y in zip(first, second, strict=True)]  # l.15: of both terms
             opt_D(upper, [g_theta_D, *g_phi_D])  # l.16
         if t % 10 == 0:
             print(f"t {t}:  L^P {loss_P:.2f}  L^D at θ_P {loss:.2f}, at θ_D {loss_D:.2f}", end="  ")
@@ -187,7 +187,7 @@ if __name__ == "__main__":
     labels = torch.arange(24).repeat_interleave(10)  # of train, and of test
     theta = torch.rand(K, 4, R, DIM, generator=torch.Generator().manual_seed(SEED)) / 4 - 1 / 8
     theta[:, 1::2] = 0  # both B, so that θ changes nothing yet. Both A: within ±1/√DIM
-    theta = theta.flatten(1)  # (K, p)
+    theta = theta.flatten(1)  # (K, 4 · R · DIM)
     phi_D, _ = fit(psi, theta, train, test, labels, rate=LR, epochs=20, probe=True)  # App. C.3
     starts = {"PEFT": theta}
     for name in ("BiSSLight", "q = 0"):

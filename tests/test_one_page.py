@@ -116,7 +116,8 @@ def test_it_has_200_lines_that_need_torch_and_for_its_images_numpy() -> None:
 
 # --- what texts show of it ----------------------------------------------------------------------
 
-DRIFT = 5.0  # points; 1.6 were seen between a processor with AVX2 and one with AVX-512
+SEEN = 1.6  # points: the largest difference between a processor with AVX2 and one with AVX-512
+DRIFT = 5.0  # points, that other processors and other versions of torch may differ by
 ROOT = PAGE.parent.parent
 # test accuracy (%) of PEFT, BiSSLight and q = 0 by epoch, with torch 2.14.1 and AVX2
 RECORDED = {
@@ -157,12 +158,10 @@ def read_table(text: str) -> dict[int, list[float]]:
     return table
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/page.md"])
-def test_a_text_shows_figures_that_it_gives(name: str) -> None:
-    shown = read_table((ROOT / name).read_text())
-    assert len(shown) >= 2
-    for epoch, accuracies in shown.items():
-        assert accuracies == RECORDED[epoch]
+def test_the_page_shows_the_figures_that_it_gives() -> None:
+    text = (ROOT / "docs/page.md").read_text()
+    assert read_table(text) == RECORDED
+    assert f"differed by up to {SEEN} points" in text
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_on_a_phone_no_line_of_code_or_output_is_cut(tmp_path: Path) -> None:
 
 
 def test_on_a_wide_screen_it_stays_beside_eq_5(tmp_path: Path) -> None:
-    script = """document.getElementById("three-ways-to-get-q").scrollIntoView();
+    script = """document.getElementById("four-ways-to-get-q").scrollIntoView();
     const r = $("valley").getBoundingClientRect(); told([scrollY, r.top, r.bottom]);"""
     scrolled, top, bottom = browse(tmp_path, script)
     assert scrolled > 1000 and top >= 0 and bottom <= 900
