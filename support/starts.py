@@ -34,10 +34,12 @@ class Start(NamedTuple):
 
 
 def read_starts(cfg: FinetuneConfig) -> list[Start]:
-    """Find and read what each seed starts from. Raises UsageError where they are no seeds.
+    """Find and read what each seed starts from; the list has one Start per seed.
 
-    --from names a file, a finished run, or a folder of finished runs. If there are several
-    adapters in it, each seed has one of its own: align runs, or the seeds of a finetune run.
+    --from names a file, a finished run, or a folder of finished runs. If there is one adapter in
+    it, all seeds start from that one. If there are several, each seed has its own: they are align
+    runs, or the seeds of a finetune run. Raises UsageError where they differ in more than the seed,
+    or do not fit the settings.
     """
     if cfg.start is None:
         return [Start()] * cfg.seeds
@@ -63,36 +65,42 @@ def read_start(file: Path) -> Start:
 
 
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) seeds that would count twice.
-
-    An earlier fine-tuning of one of this run's seeds had the same head and batches. Two adapters of
-    one align seed are one align run, made twice.
-    """
+    """Refuse (UsageError) starts whose runs would count as independent, and are not."""
     own_seeds = range(cfg.seed, cfg.seed + cfg.seeds)
-    by_seed: dict[int, Start] = {}  # of align runs
+    align_starts: dict[int, Start] = {}  # by the seed of the align run
     for start in starts:
-        seed = start.info.seed
         if start.info.stage == "finetune":
-            for before in (seed, *start.info.earlier_seeds):
-                if before in own_seeds:
-                    how = "is" if before == seed else "comes from a run"
-                    raise UsageError(
-                        f"--from {start.file}: {how} of seed {before}, which this run has, too;"
-                        " give another --seed"
-                    )
+            check_earlier_seeds(start, own_seeds)
+        seed = start.info.seed
         if start.info.stage == "align" and seed is not None:
-            first = by_seed.setdefault(seed, start)
+            # Two adapters of one align seed are one align run, made twice.
+            first = align_starts.setdefault(seed, start)
             if first.sha256 != start.sha256:
                 raise UsageError(
                     f"--from {start.file}: is of align seed {seed}, as {first.file};"
                     " remove one of them"
                 )
-    if len({start.sha256 for start in starts}) not in (1, len(starts)):
+    different = len({start.sha256 for start in starts})
+    if different not in (1, len(starts)):  # neither one for all seeds nor one for each
         raise UsageError(f"--from {cfg.start}: has an adapter twice, so no run a seed; remove one")
 
 
+def check_earlier_seeds(start: Start, own_seeds: range) -> None:
+    """Refuse (UsageError) a fine-tuned adapter if a fine-tuning before had a seed of this run.
+
+    The same seed gave it the same head and the same batches.
+    """
+    for seed in (start.info.seed, *start.info.earlier_seeds):
+        if seed in own_seeds:
+            how = "is" if seed == start.info.seed else "comes from a run"
+            raise UsageError(
+                f"--from {start.file}: {how} of seed {seed}, which this run has, too;"
+                " give another --seed"
+            )
+
+
 def check_alike(starts: Sequence[Start]) -> None:
-    """Refuse (UsageError) adapters that differ in more than their seeds and places."""
+    """Refuse (UsageError) adapters that are not seeds of one arm, see `find_differences`."""
     first = starts[0]
     for start in starts:
         if names := find_differences(start.info, first.info):
@@ -103,9 +111,10 @@ def check_alike(starts: Sequence[Start]) -> None:
 
 
 def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
-    """The names of what two adapters say otherwise, but for seeds and places; [] if nothing.
+    """Name what two adapters say otherwise, though they are to be seeds of one arm; [] if nothing.
 
-    In older versions a fine-tuning said neither its settings nor its start: they are not compared.
+    In older versions a fine-tuning said neither its settings nor its start. Where one of two
+    fine-tunings does not say its start, neither of these is compared.
 
     >>> tuned = AdapterInfo(stage="finetune", unlike_paper={"epochs": 8}, origin=AdapterInfo())
     >>> find_differences(tuned, tuned.model_copy(update={"unlike_paper": {}}))
@@ -116,15 +125,16 @@ def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
     """
     if info.stage != first.stage:
         return ["stage"]  # the others follow from that
-    here, there = dict(without_seed(info)), dict(without_seed(first))
-    own = (here.pop("unlike_paper"), there.pop("unlike_paper"))
-    starts = (here.pop("origin"), there.pop("origin"))
-    names = keys_that_differ(here, there)
-    if info.stage == "finetune" and None in starts:
+    fields, first_fields = dict(to_compare(info)), dict(to_compare(first))
+    settings, first_settings = fields.pop("unlike_paper"), first_fields.pop("unlike_paper")
+    start, first_start = fields.pop("origin"), first_fields.pop("origin")
+    names = keys_that_differ(fields, first_fields)
+    says_no_start = start is None or first_start is None
+    if info.stage == "finetune" and says_no_start:
         return names
-    names += keys_that_differ(*own)
-    if starts[0] and starts[1]:
-        names += [f"{name} of its start" for name in find_differences(starts[0], starts[1])]
+    names += keys_that_differ(settings, first_settings)
+    if not says_no_start:
+        names += [f"{name} of its start" for name in find_differences(start, first_start)]
     return names
 
 
@@ -133,10 +143,10 @@ def keys_that_differ(ours: Mapping[str, object], theirs: Mapping[str, object]) -
     return sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
 
 
-def without_seed(info: AdapterInfo) -> AdapterInfo:
-    """What an adapter says, without what may differ between the align runs of one arm.
+def to_compare(info: AdapterInfo) -> AdapterInfo:
+    """What an adapter says, without what may differ between seeds of one arm.
 
-    Of images that are known by their digest, the place may differ: each computer has its own copy.
+    If it says the digest of its images, their place may differ: each computer has its own copy.
     """
     unlike_paper = dict(info.unlike_paper)
     if info.pool_sha256:
@@ -149,7 +159,7 @@ def without_seed(info: AdapterInfo) -> AdapterInfo:
 
 
 def check_settings(start: Start, cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) an adapter of another network or rank. What it does not say fits."""
+    """Refuse (UsageError) an adapter of another network or rank, if it says its own."""
     ours: Record = {"backbone": cfg.backbone, "rank": cfg.rank, "alpha": cfg.scale * cfg.rank}
     if cfg.pretext == "ijepa":
         ours["base"] = cfg.base
@@ -163,7 +173,10 @@ def check_settings(start: Start, cfg: FinetuneConfig) -> None:
 
 
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
-    """Refuse (UsageError) adapters of other weights, and those that have seen the test images."""
+    """Refuse (UsageError) adapters of another shape or of other weights, or trained on test images.
+
+    What may be wrong with an adapter, but cannot be known, is logged as a warning.
+    """
     backbone = experiment.backbone
     p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
     files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
@@ -189,32 +202,40 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
 def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> list[str]:
     """Refuse (ValueError) an adapter that was trained on test images of this run.
 
-    Returns sentences on what cannot be known. With the very images and splits of the adapter's run,
-    that run has already asked this.
+    Returns sentences on what cannot be known. Nothing is asked if this run has the very images and
+    splits of the adapter's run: that one did not train on its test images, which are those of this
+    run, and has refused a start that had.
     """
-    cfg = experiment.cfg
     if info.data_sha256 == experiment.digests["data_sha256"]:
         return []
-    if info.seen is not None:
-        task = experiment.task
-        seen, by_content, doubts = find_seen(task, info.seen)
-        unnamed = ("folder:", "own")  # benchmarks of two names have no image in common
-        is_known = not (cfg.dataset.startswith(unnamed) or str(info.dataset).startswith(unnamed))
-        if seen:
-            names = " and ".join(seen[:2])
-            what = f"{len(seen)} of the {len(task.test.targets)} test images"
-            how = f"was trained on {what}, by content or by class and name"
-            if not by_content:
-                how = f"was trained on images with the class and name of {what}"
-            raise ValueError(
-                f"{how}, such as {names}; take its data seed,"
-                f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
-                " align again. If they are other pictures, rename their files; a picture that both"
-                " data sets have, such as a placeholder, has to be removed here"
-            )
-        if not is_known:
-            doubts += doubt_what_is_unknown(task, info)
-        return doubts
+    if info.seen is None:
+        return check_data_seed(info, experiment.cfg)
+    task = experiment.task
+    seen = find_seen(task, info.seen)
+    if seen.images:
+        names = " and ".join(seen.images[:2])
+        what = f"{len(seen.images)} of the {len(task.test.targets)} test images"
+        how = f"was trained on {what}, by content or by class and name"
+        if not seen.by_content:
+            how = f"was trained on images with the class and name of {what}"
+        raise ValueError(
+            f"{how}, such as {names}; take its data seed,"
+            f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
+            " align again. If they are other pictures, rename their files; a picture that both"
+            " data sets have, such as a placeholder, has to be removed here"
+        )
+    # Two benchmarks have no image in common. Of a user's own images that is not known.
+    of_user = ("folder:", "own")
+    if experiment.cfg.dataset.startswith(of_user) or str(info.dataset).startswith(of_user):
+        return seen.doubts + doubt_what_is_missing(task, info)
+    return seen.doubts
+
+
+def check_data_seed(info: AdapterInfo, cfg: FinetuneConfig) -> list[str]:
+    """Refuse (ValueError) an adapter of an older version if its data were split otherwise.
+
+    Such an adapter does not say which images it was trained on. Returns the sentence that says so.
+    """
     if info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
         raise ValueError(
             f"was trained on {info.dataset}, split otherwise, so it may have seen the test images;"
@@ -227,16 +248,15 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
 
 
 def doubt_normalisation(info: AdapterInfo, task: Task) -> list[str]:
-    """A sentence where θ was trained on images normalised otherwise than those here; else none."""
+    """Return a sentence if images here are normalised otherwise than those of θ, else []."""
     if info.channels is None:
         return []
     theirs = [tuple(values) for values in info.channels]
     ours = [tuple(task.mean), tuple(task.std)]
     if theirs == ours:
         return []
-    mean, std, own_mean, own_std = (
-        " ".join(f"{x:.3f}" for x in values) for values in (*theirs, *ours)
-    )
+    shown = [" ".join(f"{x:.3f}" for x in values) for values in (*theirs, *ours)]
+    mean, std, own_mean, own_std = shown
     return [
         f"was trained on images normalised with mean {mean}, std {std}; those here are with mean"
         f" {own_mean}, std {own_std}, which may cost accuracy. A script can hand over a task with"
@@ -244,18 +264,18 @@ def doubt_normalisation(info: AdapterInfo, task: Task) -> list[str]:
     ]
 
 
-def doubt_what_is_unknown(task: Task, info: AdapterInfo) -> list[str]:
-    """A sentence where images that θ was trained on are not known again here; else none."""
-    known = count_known_images(task, info.seen or ())
-    if known == 0:
+def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
+    """Return a sentence if images that θ was trained on are not found in this task, else []."""
+    found = count_known_images(task, info.seen or ())
+    if found == 0:
         return [
             "no image here has the name or content of one that θ was trained on"
             f" ({info.dataset}). If they are the same ones, renamed and changed, it is not"
             " known whether θ has seen the test images"
         ]
-    if info.seen_images is not None and known < info.seen_images:  # older adapters lack the number
+    if info.seen_images is not None and found < info.seen_images:  # older adapters lack the number
         return [
-            f"{known} of the {info.seen_images} images that θ was trained on ({info.dataset}) are"
+            f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset}) are"
             " found here, by content or by class and name. If others are here, too, renamed and"
             " changed, it is not known whether θ has seen the test images"
         ]
@@ -265,27 +285,35 @@ def doubt_what_is_unknown(task: Task, info: AdapterInfo) -> list[str]:
 class Seen(NamedTuple):
     """The test images that θ was trained on."""
 
-    images: list[str]  # their files, or numbers
-    by_content: int  # how many of them are known by their content, not by class and name alone
+    images: list[str]  # their files, or, if they lie in memory, "number 0" and so on
+    by_content: int  # how many of them have the content of one, not its class and name alone
     doubts: list[str]  # sentences on what cannot be known
 
 
 def find_seen(task: Task, seen: Collection[str]) -> Seen:
-    """The test images that are among those that were seen.
+    """Find the test images that θ was trained on; `seen` has the hashes of its training images.
 
-    Where each part begins to count anew, a training image of this run has the name of a test image.
-    Such a name says nothing, and is left out; a sentence tells of it.
+    A test image is found by its content, or by its class and name. In some folders, the files of
+    each part are numbered anew, so that an image for training has the name of one for testing. Such
+    a name does not count, and a sentence tells of it.
     """
-    keys = name_images(task.test, task.classes)
-    contents = hash_contents(task.test) or [""] * len(keys)
-    # What lies in memory is known by its pixels, not by names.
-    in_memory = isinstance(task.test.images, Tensor)
+    images = task.test.images
+    in_memory = isinstance(images, Tensor)
+    names = name_images(task.test, task.classes)  # hashes; in memory, they are of the pixels
+    contents = hash_contents(task.test) or [""] * len(names)  # hashes, too; "" where there is none
+    # names that do not count
     ambiguous = frozenset() if in_memory else name_training_images(task)
-    known = [content in seen for content in contents]
-    unclear = sum(
-        key in seen and key in ambiguous and not is_known
-        for key, is_known in zip(keys, known, strict=True)
-    )
+    found: list[str] = []
+    by_content = 0  # how many of the found ones are known by their content
+    unclear = 0  # how many images are not found since their name does not count
+    for i, (name, content) in enumerate(zip(names, contents, strict=True)):
+        has_seen_content = content in seen
+        has_seen_name = name in seen and name not in ambiguous
+        if has_seen_content or has_seen_name:
+            found.append(f"number {i}" if isinstance(images, Tensor) else str(images[i]))
+            by_content += has_seen_content or in_memory
+        elif name in seen:
+            unclear += 1
     doubts = []
     if unclear:
         doubts.append(
@@ -293,32 +321,28 @@ def find_seen(task: Task, seen: Collection[str]) -> Seen:
             " and test/cat/1.jpg. θ has not seen their content; if they were converted since, it"
             " is not known"
         )
-    files = task.test.images
-    found = [
-        str(files[i]) if isinstance(files, list) else f"number {i}"
-        for i, (key, is_known) in enumerate(zip(keys, known, strict=True))
-        if is_known or (key in seen and key not in ambiguous)
-    ]
-    return Seen(found, by_content=len(found) if in_memory else sum(known), doubts=doubts)
+    return Seen(found, by_content, doubts)
 
 
 def seconds_until(file: Path | None) -> float | None:
-    """CPU seconds of the run that an adapter lies in, and of those before it; None: unknown.
+    """CPU seconds of the run that made an adapter, and of the runs before it; None: unknown.
 
-    Of a finetune run it is the part of one seed, with the rates that were tried.
+    0 without an adapter. A finetune run counts for each of its seeds in equal parts, with the rates
+    that it tried.
     """
     if file is None:
         return 0.0
-    place = file.parent / "result.json"
-    whole = file.parent.parent / "result.json"  # of a finetune run, if it is a trial of it
-    if whole.exists() and "trials" in read_json(whole):
-        place = whole
-    if not place.exists():
+    result_file = file.parent / "result.json"
+    # An adapter of a finetune run lies in one of its trials, a directory inside that of the run.
+    finetune_result = file.parent.parent / "result.json"
+    if finetune_result.exists() and "trials" in read_json(finetune_result):
+        result_file = finetune_result
+    if not result_file.exists():
         return None
-    result = read_json(place)
-    own = result.get("cpu_seconds")
-    before = result.get("start_cpu_seconds", 0.0)  # align has no run before it
-    if own is None or before is None:
+    result = read_json(result_file)
+    seconds = result.get("cpu_seconds")
+    seconds_before = result.get("start_cpu_seconds", 0.0)  # align has no run before it
+    if seconds is None or seconds_before is None:
         return None
-    seeds = len(result.get("trials", [0]))
-    return float(own + before) / seeds
+    seeds = len(result.get("trials", [0]))  # an align run has no trials: it is of one seed
+    return float(seconds + seconds_before) / seeds
