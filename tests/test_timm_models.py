@@ -1,11 +1,15 @@
 """timm's Vision Transformers as ψ: weights, sizes, channels, and the commands with them."""
 
+import contextlib
 import json
 import logging
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -19,6 +23,7 @@ import lora
 from config import AlignConfig
 from data import IMAGENET, rng
 from mae import MAE, Decoder, positions
+from support import checkpoints
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, find_weights, load_backbone
 from support.errors import UsageError
@@ -91,12 +96,40 @@ def test_weights_that_cannot_be_fetched_are_told_how_to_be_brought(
         return create(name, **given)
 
     monkeypatch.setattr(timm, "create_model", offline)
+    monkeypatch.setattr(checkpoints, "ask_hub", lambda repository: None)
     said = (
         r"its weights are not on this machine.*no answer.*without internet here, .*--weights FILE$"
     )
     with pytest.raises(UsageError, match=f"^--backbone timm:{NAME}: {said}"):
         load(settings(weights=None))
     assert hub.level == before
+
+
+@pytest.mark.parametrize("name", [NAME, "hf-hub:somebody/vit"])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """A server that hangs up counts the calls; nothing of them is on the screen."""
+    calls: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):  # until it is closed
+                while True:
+                    connection, _ = listening.accept()
+                    calls.append(connection)
+                    connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        place = (
+            f"http://127.0.0.1:{listening.getsockname()[1]}/{{repo_id}}/{{revision}}/{{filename}}"
+        )
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
+        cfg = settings(weights=None, backbone=f"timm:{name}")
+        with pytest.raises(UsageError, match=rf"^--backbone timm:{name}: its weights .*--weights"):
+            load(cfg)
+    assert len(calls) == 1
+    assert capfd.readouterr() == ("", "")
 
 
 def test_other_image_sizes_are_timms_own_resampling(vit: Any) -> None:
@@ -282,7 +315,13 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
 
 
 class Hub(Handler):
-    """As the Hugging Face hub answers."""
+    """As the Hugging Face hub answers, on a slow line."""
+
+    def do_GET(self) -> None:
+        time.sleep(2)
+        super().do_GET()
+
+    do_HEAD = do_GET
 
     def end_headers(self) -> None:
         self.send_header("ETag", '"abc"')
