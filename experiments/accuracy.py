@@ -98,25 +98,30 @@ def main(
 
 
 def align_settings(settings: Record) -> AlignConfig:
-    """Those of the settings that align has."""
+    """The settings of an align run; what align does not have is left out."""
     return AlignConfig(**keep_known(AlignConfig, settings))
 
 
 def compare(
     settings: Record, methods: list[str], out: Path, rate: float | None = None
 ) -> list[Arm]:
-    """Run what is not finished of all arms: PEFT after each method, then PEFT alone."""
+    """Run what is not finished of all arms, and return them: PEFT after each method, PEFT alone.
+
+    `rate` is the PEFT rate whose shares are tried for the upper level; None: the one that is best
+    for PEFT alone.
+    """
     direct = run_peft(settings, out / "direct")
-    places = []
+    runs = []
     for method in methods:
         aligned = align_stably(settings | {"hypergrad": method}, rate or direct.lr, out)
-        places.append(out / f"tuned-{method}")
-        run_peft(settings | {"start": aligned.out}, places[-1])
-    return evaluate([*places, out / "direct"]).arms
+        run = out / f"tuned-{method}"
+        run_peft(settings | {"start": aligned.out}, run)
+        runs.append(run)
+    return evaluate([*runs, out / "direct"]).arms
 
 
 def run_peft(settings: Record, run: Path) -> FinetuneResult:
-    """PEFT with these settings into the directory `run`."""
+    """Do PEFT with these settings into the directory `run`, or go on there."""
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings))
     return finetune(cfg, run, track=progress)
 
@@ -149,8 +154,8 @@ OFFICIAL_ENDINGS = ("_full.pth", "IN1K-vit.h.14-300e.pth.tar")  # ends of the of
 def find_in_paper(run: Path) -> str | None:
     """The paper's accuracy for a finished finetune run, such as "91.7±0.3 (tab:...)", or None.
 
-    It has none where settings, weights or data of the run, or of the align run before it, are not
-    the paper's.
+    The paper has none where settings, weights or data of the run, or of the align run before it,
+    are not the paper's.
     """
     config, result = read_run(run)
     origin = result.origin
@@ -166,10 +171,10 @@ def find_in_paper(run: Path) -> str | None:
         and origin.dataset in (None, dataset)
         and origin.pretext in (None, pretext)
     )
-    row = (pretext, cfg.backbone, METHODS.get(origin.hypergrad, ""))
-    if not follows_paper or dataset not in COLUMNS or row not in ACCURACIES:
+    key = (pretext, cfg.backbone, METHODS.get(origin.hypergrad, ""))
+    if not follows_paper or dataset not in COLUMNS or key not in ACCURACIES:
         return None
-    label, figures = ACCURACIES[row]
+    label, figures = ACCURACIES[key]
     by_dataset = dict(zip(COLUMNS, figures.split(), strict=True))
     return f"{by_dataset[dataset]} ({label})"
 
@@ -180,41 +185,42 @@ def find_in_paper(run: Path) -> str | None:
 def run_controls(
     settings: Record, method: str, out: Path, rate: float | None = None
 ) -> list[Record]:
-    """Run what is not finished of the control arms, and of the two that they belong to.
+    """Run what is not finished of the control arms, of PEFT after `method`, and of PEFT alone.
 
-    Returns a row for each arm: as `evaluate` has it, and the time of a seed with all before it.
+    Returns a row for each arm, as `Arm.as_row` makes it, with the time of one seed; the runs that
+    the seed starts from count in it.
     """
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, settings))
     on_gpu = set_up_device(cfg).type == "cuda"
-    seconds: dict[str, float] = {}  # of a seed of each arm, by the name of its directory
+    seconds: dict[str, float] = {}  # of one seed, by the name of its arm's directory
 
     def run(name: str, changes: Record, before: float = 0.0) -> FinetuneResult:
-        """PEFT into out/name, and its time; `before`: of what a seed starts from."""
+        """Do PEFT into out/name, and note its time; what a seed starts from took `before`."""
         result = run_peft(settings | changes, out / name)
         seconds[name] = before + mean_time(result.trials, on_gpu)
         return result
 
     def run_after(aligned: AlignResult, name: str) -> None:
-        """PEFT after an align run."""
+        """Do PEFT after an align run into out/name, and note the time of both."""
         run(name, {"start": aligned.out}, mean_time([aligned], on_gpu))
 
+    first = f"tuned-{method}"
     direct = run("direct", {})
     aligned = align_stably(settings | {"hypergrad": method}, rate or direct.lr, out)
-    run_after(aligned, f"tuned-{method}")
+    run_after(aligned, first)
     peft = seconds["direct"]
-    whole = seconds[f"tuned-{method}"]
+    align_and_peft = seconds[first]
     epoch = peft / cfg.epochs
-    run("equal-time", {"epochs": count_epochs(whole, epoch)})
+    run("equal-time", {"epochs": count_epochs(align_and_peft, epoch)})
     # Other seeds than direct PEFT has, and its rates: after align the default has smaller ones.
     restart = {"start": direct.out, "seed": cfg.seed + cfg.seeds, "lr": cfg.lr}
     run("restart", restart, peft)
-    longer = {"epochs": count_epochs(whole - peft, epoch)}
+    longer = {"epochs": count_epochs(align_and_peft - peft, epoch)}
     run("restart-equal-time", restart | longer, peft)
     run_after(align_lower_only(settings, aligned, out), "tuned-lower-only")
     identity = settings | {"hypergrad": "identity"}
     run_after(align_stably(identity, rate or direct.lr, out), "tuned-identity")
 
-    first = f"tuned-{method}"
     names = [first, *[name for name in seconds if name != first]]
     rows = []
     for arm in evaluate([out / name for name in names]).arms:
@@ -228,7 +234,7 @@ def mean_time(runs: Sequence[AlignResult | TrialResult], on_gpu: bool) -> float:
 
 
 def count_epochs(seconds: float, seconds_each: float) -> int:
-    """How many epochs of PEFT take so long; one at least.
+    """How many epochs of PEFT take `seconds` together; one at least.
 
     >>> count_epochs(60, 8)
     8
@@ -237,8 +243,8 @@ def count_epochs(seconds: float, seconds_each: float) -> int:
 
 
 def align_lower_only(settings: Record, aligned: AlignResult, out: Path) -> AlignResult:
-    """Train the pretext task alone, otherwise as an align run."""
-    d_lr = read_json(Path(aligned.out, "config.json"))["d_lr"]  # here of the linear probe only
+    """Align as in the run `aligned`, but without upper steps: only the pretext task is trained."""
+    d_lr = read_json(Path(aligned.out, "config.json"))["d_lr"]  # here for the linear probe only
     cfg = align_settings(settings | {"upper_steps": 0, "d_lr": d_lr})
     return align(cfg, out / "aligned-lower-only", wait=True, track=progress)
 

@@ -51,7 +51,7 @@ def main(
 
 
 def draw(runs: Mapping[str, Path], count: int, path: Path) -> list[Record]:
-    """A column for each of `count` validation images: itself, then the map of each finetune run.
+    """Draw a column for each of `count` validation images: itself, then each finetune run's map.
 
     Prints and returns what the networks predict, and how concentrated their maps are.
     """
@@ -66,8 +66,8 @@ def draw(runs: Mapping[str, Path], count: int, path: Path) -> list[Record]:
         for row, prediction in zip(rows, predict(experiment, network, images), strict=True):
             row[network.name] = prediction
     print(markdown(rows))
-    for name, found in maps.items():
-        entropy, largest = concentration(found)
+    for name, maps_of_network in maps.items():
+        entropy, largest = concentration(maps_of_network)
         print(f"{name}: entropy over log n {entropy:.3f}, largest patch {largest:.3f}")
     plot(experiment, images.cpu(), maps, rows, path)
     return rows
@@ -89,7 +89,7 @@ def predict(experiment: Experiment[FinetuneConfig], network: Network, images: Te
 
 @torch.no_grad()
 def attention_maps(backbone: Backbone, theta: Tensor | None, images: Tensor) -> Tensor:
-    """Where the network looks, (B, side, side): a patch's share in what the head reads."""
+    """Where the network looks, (B, side, side): the share of each patch in what the head reads."""
     vit: Any = backbone.vit  # timm's types are unions
     x = vit.norm_pre(vit._pos_embed(vit.patch_embed(images)))  # (B, n, dim)
     R = torch.eye(x.shape[1]).to(x)  # (n, n), then (B, n, n); the class token comes first
@@ -105,9 +105,15 @@ def attention_maps(backbone: Backbone, theta: Tensor | None, images: Tensor) -> 
 
 
 def concentration(maps: Tensor) -> tuple[float, float]:
-    """Means over the images: entropy over its largest value (1: all alike), the largest share."""
-    shares = maps.flatten(1) / maps.flatten(1).sum(1, keepdim=True)
-    entropy = torch.special.entr(shares).sum(1) / torch.tensor(float(shares.shape[1])).log()
+    """Return how concentrated maps (B, side, side) are, as two means over the images.
+
+    The first is the entropy of a map divided by the largest possible one, so that 1 means that all
+    patches have the same share. The second is the share of the largest patch.
+    """
+    flat = maps.flatten(1)
+    shares = flat / flat.sum(1, keepdim=True)  # (B, patches)
+    largest_entropy = torch.tensor(float(shares.shape[1])).log()
+    entropy = torch.special.entr(shares).sum(1) / largest_entropy
     return float(entropy.mean()), float(shares.amax(1).mean())
 
 
@@ -118,7 +124,7 @@ def plot(
     rows: list[Record],
     path: Path,
 ) -> None:
-    """The picture. The maps of an image have one scale, so that they can be compared."""
+    """Draw and save the picture; the maps of an image have one scale, so that they compare."""
     mean = torch.tensor(experiment.transform.mean).view(3, 1, 1)
     std = torch.tensor(experiment.transform.std).view(3, 1, 1)
     pixels = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
@@ -127,8 +133,8 @@ def plot(
     grid = figure.subplots(len(maps) + 1, len(rows), squeeze=False)
     extent = (0, 1, 0, 1)
     for k, row in enumerate(rows):
-        lowest = min(float(found[k].min()) for found in maps.values())
-        highest = max(float(found[k].max()) for found in maps.values())
+        lowest = min(float(maps_of_network[k].min()) for maps_of_network in maps.values())
+        highest = max(float(maps_of_network[k].max()) for maps_of_network in maps.values())
         for axes, name in zip(grid[:, k], ["label", *maps], strict=True):
             axes.imshow(pixels[k], extent=extent)
             axes.set(xticks=[], yticks=[], title=row[name][:20])

@@ -57,7 +57,7 @@ class Counter(TorchDispatchMode):
 
 
 class Sizes(NamedTuple):
-    """What the formulas have in them."""
+    """The sizes in the formulas."""
 
     K: int  # blocks
     p: int  # numbers of a block
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 class PerImage(NamedTuple):
-    """Operations of one image: a lower step, an upper step, and the two parts of CG."""
+    """Operations of one image in a lower step, an upper step, validation, and CG's two parts."""
 
     lower: float  # line 6: L^P and its gradients with respect to θ_P and φ_P
     upper: float  # lines 12 and 14: two passes of L^D
@@ -124,14 +124,14 @@ def count(arch: Arch, rank: int) -> PerImage:
             loss_D(theta, phi_D, examples)
         with Counter() as graph:
             product = passes.hessian(task.loss, theta, task.phi, batch)
-        with Counter() as once:
+        with Counter() as one_product:
             product(torch.empty_like(theta))
     return PerImage(
         lower=lower.operations,
         upper=2 * upper.operations,
         forward=forward.operations,
         graph=graph.operations,
-        product=once.operations,
+        product=one_product.operations,
     )
 
 
@@ -163,15 +163,19 @@ def rows_of(name: str, s: Sizes, per_image: PerImage, p_batch: int, passes: floa
 
 
 def runs_of_peft(name: str, per_image: PerImage, passes: float) -> list[Record]:
-    """What 500 alternations are as much as: runs of PEFT of 200 epochs, on two data sets."""
+    """Rows that say how many runs of PEFT cost as much as an alignment, on two data sets.
+
+    An alignment has 500 alternations of `passes` operations each, a run of PEFT 200 epochs.
+    """
+    alignment = 500 * passes
     rows = []
     for dataset, (train, val) in IMAGES.items():
-        training = 200 * train * per_image.upper / 2
+        training = 200 * train * per_image.upper / 2  # an upper step has two passes, PEFT one
         validation = 200 * val * per_image.forward
         rows.append({
             "an alignment, in runs of PEFT": f"{dataset}, {name}",
-            "without validation": f"{500 * passes / training:.1f}",
-            "with one after each epoch": f"{500 * passes / (training + validation):.1f}",
+            "without validation": f"{alignment / training:.1f}",
+            "with one after each epoch": f"{alignment / (training + validation):.1f}",
         })  # fmt: skip
     return rows
 
@@ -189,7 +193,7 @@ def main(
     lower_steps: int = 20,
     upper_steps: int = 8,
 ) -> None:
-    """Print a table of one alternation, and how many runs of PEFT an alignment is as much as."""
+    """Print a table of one alternation, and how many runs of PEFT cost as much as an alignment."""
     rows: list[Record] = []
     runs: list[Record] = []
     for name in backbone.split(","):

@@ -2,9 +2,10 @@
 
     python -m experiments.exact --out runs/exact
 
-On Omniglot. θ has 1,024 entries here, so its Hessian is dense. Cosine with the exact
-λ (H + λI)⁻¹ g, and the norm over its norm, as a picture and JSON. All in float64: training to the
-optimum would otherwise end elsewhere with another number of threads.
+On Omniglot. θ has 1,024 entries here, so its whole Hessian H fits into memory. A picture and JSON
+say of each method's q its cosine with the exact one, λ (H + λI)⁻¹ g, and its norm divided by that
+of the exact one. All is in float64: training to the optimum would otherwise end elsewhere with
+another number of threads.
 """
 
 from functools import partial
@@ -49,14 +50,14 @@ class Point(NamedTuple):
 
 
 def main(out: Path = Path("runs/exact"), steps: int = 1500) -> None:
-    """Compare at a θ_P near the lower level's optimum: Eq. 5 comes from the theorem for there."""
+    """Compare near the lower level's optimum, where the theorem applies that Eq. 5 comes from."""
     out.mkdir(parents=True, exist_ok=True)
     point = optimum(steps)
     H = dense_hessian(point)
     eigenvalues = torch.linalg.eigvalsh(H)
     smallest = float(eigenvalues[0])
     print(f"eigenvalues of H from {smallest:.3g} to {float(eigenvalues[-1]):.3g}")
-    # With the paper's N_L of 20. It is the trace of a block of M-FAC's F, which stands beside λI.
+    # The trace of a block of M-FAC's F, to which λI is added, with the paper's N_L of 20
     squared = float(point.G[:, :20].square().sum(-1).mean())
     print(f"mean squared norm of a block's gradient {squared:.3g}")
     rows: list[Record] = []
@@ -88,23 +89,24 @@ def optimum(steps: int) -> Point:
     phi_D = trainable(head)
 
     def batch(first: int, seed: int) -> Batch:
+        """The 64 unlabelled images from number `first` on, with masks of this seed."""
         images = unlabelled[first : first + 64]
         return task.prepare(images, *task.draw(len(images), rng(seed, "mask")))
 
-    last = batch(0, 0)  # one batch: its optimum is the Hessian's
+    trained_on = batch(0, 0)  # all steps take this batch, and the Hessian is of its loss
     optimiser = torch.optim.AdamW([theta, *phi_P.values()], lr=3e-3, weight_decay=0.0)
     for _ in range(steps):  # L^P alone: at the smallest λ the pull of Eq. 4 is nothing beside it
         optimiser.zero_grad()
-        task.loss(theta, phi_P, last).backward()
+        task.loss(theta, phi_P, trained_on).backward()
         optimiser.step()
     train = (torch.as_tensor(labelled.train.images) - mean) / std
     examples = Examples(train, labelled.train.targets)
     g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
     stored = []
-    for i in range(1, 1 + max(STORED)):  # batch 0 is the one that was trained on
+    for i in range(1, 1 + max(STORED)):  # other batches than the one that was trained on
         other = batch(64 * i % (len(images) - 64), i)
         stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
-    return Point(task, theta, phi_P, last, g, torch.stack(stored, 1))
+    return Point(task, theta, phi_P, trained_on, g, torch.stack(stored, 1))
 
 
 def dense_hessian(point: Point) -> Tensor:
@@ -112,6 +114,7 @@ def dense_hessian(point: Point) -> Tensor:
     flat = point.theta.detach().flatten()
 
     def loss_of(x: Tensor) -> Tensor:
+        """L^P at θ, which is given as a vector."""
         return point.task.loss(x.view_as(point.theta), point.phi_P, point.batch)
 
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
@@ -120,7 +123,7 @@ def dense_hessian(point: Point) -> Tensor:
 
 
 def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
-    """Each method's q against the exact one (Eq. 5), at one λ."""
+    """Rows that compare each method's q with the exact one (Eq. 5), at one λ."""
     A = H + lam * torch.eye(len(H), dtype=torch.float64)
     exact = lam * torch.linalg.solve(A, point.g.flatten())
     products = partial(Passes().hessian, point.task.loss, point.theta, point.phi_P, point.batch)
@@ -139,7 +142,11 @@ def compare(point: Point, H: Tensor, lam: float) -> list[Record]:
 
 
 def draw(rows: list[Record], smallest: float, path: Path) -> None:
-    """Top: against λ, at the paper's N_L. Bottom: against N_L, at three λ; CG is the same there."""
+    """Draw the cosine (left) and the ratio of the norms (right).
+
+    Top: against λ, at the paper's N_L. Bottom: against N_L, at the three largest λ; CG does not
+    depend on N_L, so its line is flat. `smallest` is the least eigenvalue of H.
+    """
     figure = Figure((9, 6.4))
     grid = figure.subplots(2, 2)
     values = {(row["lambda"], row["method"]): row for row in rows}

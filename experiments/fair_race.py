@@ -38,7 +38,7 @@ ALIGN: Record = {  # λ and all that is not here is the paper's, or vit_mini's d
 
 
 def run_unit(unit: Unit, out: Path) -> Run:
-    """Run an arm in a cell, on a backbone that is in OUT or will be."""
+    """Run an arm in a cell; its backbone is pretrained into OUT, if it is not there."""
     name, arm, cell = unit
     settings = settings_of_cell(cell, out)
     started = time.process_time()
@@ -53,7 +53,7 @@ def run_unit(unit: Unit, out: Path) -> Run:
 
 
 def settings_of_cell(cell: Cell, out: Path) -> Record:
-    """Settings of everything in a cell; a backbone that is not there is pretrained."""
+    """The settings that all runs of a cell share; a backbone that is not there is pretrained."""
     weights = OMNIGLOT
     if cell.backbone:
         weights = out / f"pretrain-{cell.backbone}"
@@ -117,21 +117,21 @@ def fine_tune(
     fresh = experiment.new_theta(cfg.seed) if start is None else start
     (theta,) = trainable({"theta": fresh}).values()  # a copy: candidates share a start
     head = experiment.new_head("peft head", cfg.seed)
-    n = steps_per_epoch(len(task.train.targets), cfg.batch)
-    optimiser = make_optimiser(cfg, [theta, *head.phi.values()], n)
-    examples = experiment.examples(
-        "peft", cfg.seed, cfg.batch, range(epochs * n), cfg.drop_path, by_epoch=True
-    )
+    epoch_steps = steps_per_epoch(len(task.train.targets), cfg.batch)
+    optimiser = make_optimiser(cfg, [theta, *head.phi.values()], epoch_steps)
+    steps = range(epochs * epoch_steps)
+    examples = experiment.examples("peft", cfg.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True)
     loss = partial(head.loss, theta, head.phi, regularise=True)
     curve = dict[int, float]()
-    for epoch, _ in train_epochs(loss, optimiser, examples, n, "peft", experiment.passes):
+    records = train_epochs(loss, optimiser, examples, epoch_steps, "peft", experiment.passes)
+    for epoch, _ in records:
         if epoch % 10 == 0 or epoch == epochs:
             curve[epoch] = experiment.score(task.test, theta, head.with_stats).accuracy
     val = experiment.score(task.val, theta, head.with_stats).accuracy
-    of_test = len(task.test.targets)
-    of_val = len(task.val.targets)
-    held_out = (val * of_val + curve[epochs] * of_test) / (of_val + of_test)
-    return Tuned(theta.detach(), of_test, curve, held_out)
+    test_images = len(task.test.targets)
+    val_images = len(task.val.targets)
+    held_out = (val * val_images + curve[epochs] * test_images) / (val_images + test_images)
+    return Tuned(theta.detach(), test_images, curve, held_out)
 
 
 def main(cell: Annotated[str, typer.Option()], out: Path = Path("runs/fair_race")) -> None:

@@ -21,6 +21,7 @@ from experiments.fair_race_plan import (
     BACKBONES,
     BETWEEN,
     CANDIDATES,
+    CHOICE,
     RACE,
     RESULTS,
     Arm,
@@ -59,7 +60,11 @@ def main(results: Path = RESULTS) -> None:
 
 
 def choose(name: str, runs: Sequence[Run]) -> Arm:
-    """The division of the work with the best mean over two rates; of its three rates the best."""
+    """Choose one of the candidates of an arm by its runs.
+
+    First comes the division of the work whose mean over two rates is best, then the best of its
+    three rates.
+    """
     arms = [arm for arm in CANDIDATES[name] if arm.rate != BETWEEN]
     # of equal ones max takes the first: for direct less work, and the lower rate
     division = max(arms, key=lambda arm: mean_of(name, alike(arm, arms), runs))
@@ -67,7 +72,7 @@ def choose(name: str, runs: Sequence[Run]) -> Arm:
 
 
 def alike(arm: Arm, arms: Sequence[Arm]) -> list[Arm]:
-    """Those that divide the work as this one does, at any rate; the lowest rate first."""
+    """Those of `arms` that divide the work as `arm` does, at any rate; the lowest rate first."""
     same = [other for other in arms if other._replace(rate=arm.rate) == arm]
     return sorted(same)
 
@@ -78,7 +83,7 @@ def mean_of(name: str, arms: Sequence[Arm], runs: Sequence[Run]) -> float:
 
 
 def print_choice(runs: Sequence[Run]) -> None:
-    """Each candidate's mean, and what the rule chooses."""
+    """Print each candidate's mean and, once all runs are there, what the rule chooses."""
     rows: list[Record] = []
     for name, candidates in CANDIDATES.items():
         for arm in candidates:
@@ -89,13 +94,14 @@ def print_choice(runs: Sequence[Run]) -> None:
                     row | {"cells": len(held_out), "held out (%)": f"{fmean(held_out):.1f}"}
                 )
     print(markdown(rows))
-    if len(runs) == sum(4 * len(candidates) for candidates in CANDIDATES.values()):
+    planned = sum(len(CHOICE) * len(candidates) for candidates in CANDIDATES.values())
+    if len(runs) == planned:
         for name in CANDIDATES:
             print(f"{name}: {choose(name, runs)!r}")
 
 
 def describe(arm: Arm) -> str:
-    """What is done, in words."""
+    """What an arm does, in words."""
     before = ""
     if arm.first_epochs:
         before = f"PEFT of {arm.first_epochs} epochs, "
@@ -120,7 +126,10 @@ def end(run: Run) -> float:
 
 
 def by_backbone(runs: Sequence[Run], arm: str, against: str) -> list[float]:
-    """For each backbone the mean difference of two arms, by name, over its cells, seed by seed."""
+    """For each backbone the accuracy of `arm` minus that of `against`, as a mean over its cells.
+
+    Two runs are compared in the same cell, so with the same seed.
+    """
     accuracy = {(run.name, run.cell): end(run) for run in runs}
     cells = {run.cell for run in runs}
     means = []
@@ -141,7 +150,7 @@ def difference(values: Sequence[float]) -> Difference:
     extreme = 0
     for signs in product((1, -1), repeat=n):
         flipped = fmean(sign * value for sign, value in zip(signs, values, strict=True))
-        extreme += abs(flipped) >= abs(mean) - 1e-9  # a sum in another order is as large
+        extreme += abs(flipped) >= abs(mean) - 1e-9  # of equal means, rounding may differ
     return Difference(mean, mean - half, mean + half, extreme / 2**n)
 
 
@@ -149,7 +158,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     """p-values adjusted by Holm's method, in the order in which they were given.
 
     From the least to the largest, each is multiplied by how many are left, itself among them. The
-    result is at most 1, and not below that of a smaller one.
+    result is at most 1, and never below the adjusted value of a smaller p.
     """
     adjusted = [0.0] * len(ps)
     largest = 0.0  # of the adjusted ones so far
@@ -162,7 +171,7 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def verdict(found: Difference, p: float) -> str:
-    """What may be said, once all rounds are there."""
+    """What may be said of a difference with this adjusted p, once all rounds are there."""
     words = []
     if p < 0.05:
         words.append("ahead" if found.mean > 0 else "behind")
@@ -176,30 +185,34 @@ def rows_of(runs: Sequence[Run], final: bool) -> list[Record]:
 
     `final`: all rounds are there, so there are verdicts.
     """
-    found = [difference(by_backbone(runs, "aligned", other)) for other in AGAINST]
-    adjusted = holm([one.p for one in found])
+    gains = [difference(by_backbone(runs, "aligned", other)) for other in AGAINST]
+    adjusted = holm([gain.p for gain in gains])
     heads = ("aligned minus this", "95 % interval", "p (Holm)", "verdict")
     rows: list[Record] = []
     for name in NAMES:
-        own = [run for run in runs if run.name == name]
+        of_arm = [run for run in runs if run.name == name]
         row = {
             "arm": name,
-            "work": f"{own[0].arm.work:.0f}",
-            "CPU-s": f"{fmean(run.cpu for run in own):.0f}",
-            "test (%)": f"{fmean(end(run) for run in own):.1f}",
+            "work": f"{of_arm[0].arm.work:.0f}",
+            "CPU-s": f"{fmean(run.cpu for run in of_arm):.0f}",
+            "test (%)": f"{fmean(end(run) for run in of_arm):.1f}",
         }
-        cells = ["", "", "", ""]
+        comparison = ["", "", "", ""]  # with `aligned`, which is not compared with itself
         if name in AGAINST:
-            one, p = found[AGAINST.index(name)], adjusted[AGAINST.index(name)]
-            interval = f"{one.low:+.1f} to {one.high:+.1f}"
-            words = verdict(one, p) if final else "not yet"
-            cells = [f"{one.mean:+.1f}", interval, f"{one.p:.2g} ({p:.2g})", words]
-        rows.append(row | dict(zip(heads, cells, strict=True)))
+            k = AGAINST.index(name)
+            gain, p = gains[k], adjusted[k]
+            interval = f"{gain.low:+.1f} to {gain.high:+.1f}"
+            words = verdict(gain, p) if final else "not yet"
+            comparison = [f"{gain.mean:+.1f}", interval, f"{gain.p:.2g} ({p:.2g})", words]
+        rows.append(row | dict(zip(heads, comparison, strict=True)))
     return rows
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Test accuracy minus that of direct at its end, against the work done so far."""
+    """Draw each arm's test accuracy minus that of direct at its end, against the work so far.
+
+    At the end of an arm there is the 95 % interval of this difference.
+    """
     direct = {run.cell: end(run) for run in runs if run.name == "direct"}
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.axhline(0, color="grey", linewidth=0.8)
@@ -212,9 +225,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             y.append(fmean(run.test[epoch] - direct[run.cell] for run in arm))
         (line,) = axes.plot(x, y, label=name, linewidth=1.5)
         if name != "direct":
-            one = difference(by_backbone(runs, name, "direct"))
-            bars = [[one.mean - one.low], [one.high - one.mean]]
-            axes.errorbar([x[-1]], [one.mean], bars, fmt="o", capsize=4, color=line.get_color())
+            gain = difference(by_backbone(runs, name, "direct"))
+            bars = [[gain.mean - gain.low], [gain.high - gain.mean]]
+            axes.errorbar([x[-1]], [gain.mean], bars, fmt="o", capsize=4, color=line.get_color())
     axes.set_xlabel("work, in epochs of PEFT, aligning and the first PEFT included")
     axes.set_ylabel("points above the end of direct")
     axes.legend()

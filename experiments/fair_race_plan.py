@@ -23,7 +23,7 @@ class Arm(NamedTuple):
 
     @property
     def work(self) -> float:
-        """All of it, in epochs of PEFT."""
+        """The work of the arm, with what comes before PEFT, in epochs of PEFT."""
         return self.first_epochs + EPOCHS_OF_ALTERNATION * self.alternations + self.epochs
 
 
@@ -89,9 +89,10 @@ def units_of(cells: list[Cell], arms: dict[str, list[Arm]]) -> list[Unit]:
 
 
 def read_runs(results: Path) -> list[Run]:
-    """The runs of a file; none if it is not there."""
+    """The runs in the file `results`; none if it is not there."""
     runs = []
-    for line in results.read_text().splitlines() if results.exists() else []:
+    lines = results.read_text().splitlines() if results.exists() else []
+    for line in lines:
         name, arm, cell, images, test, held_out, cpu = json.loads(line)
         curve = {int(epoch): accuracy for epoch, accuracy in test.items()}
         runs.append(Run(name, Arm(*arm), Cell(*cell), images, curve, held_out, cpu))

@@ -29,9 +29,10 @@ class Network(NamedTuple):
 def open_networks(
     runs: Mapping[str, Path],
 ) -> tuple[Experiment[FinetuneConfig], list[Network]]:
-    """The first run's data, and by name the network of every run; of finetune's seeds the first.
+    """Open the data of the first run, and the network of every run with its name in `runs`.
 
-    UsageError: a run has another backbone or other images than the first.
+    A finetune run gives the network of its first seed. Raises UsageError where a run has another
+    backbone or other images than the first.
     """
     first = next(iter(runs.values()))
     _, cfg, _ = open_adapter(first, None)
@@ -52,7 +53,7 @@ def open_networks(
 def validation_images(
     experiment: Experiment[FinetuneConfig], count: int
 ) -> tuple[list[int], Tensor]:
-    """At most `count` validation images, drawn at random but always the same: numbers, pixels."""
+    """The numbers and pixels of at most `count` validation images, random but always the same."""
     split = experiment.task.val
     order = torch.randperm(len(split.targets), generator=rng(0, "look"))
     chosen = order[:count]

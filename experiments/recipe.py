@@ -53,7 +53,7 @@ def read_settings(pairs: list[str] | None) -> Record:
 
 
 def progress(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-    """Hand the items on, and say on stderr how far it is: at the end, and once a minute."""
+    """Yield the items, and say on stderr how far the loop is, once a minute and at its end."""
     told = time.monotonic()
     for number, item in enumerate(items, done + 1):
         if number == total or time.monotonic() - told > 60:
@@ -78,6 +78,7 @@ def markdown(rows: Sequence[Record]) -> str:
 
 
 def row_of(cells: Sequence[str]) -> str:
+    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 

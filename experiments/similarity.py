@@ -15,7 +15,7 @@ backbone 0.54 and 0.41.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import torch
@@ -46,7 +46,9 @@ def main(
     make_ready()
     settings = {"backbone": backbone, "dataset": dataset} | read_settings(more)
     out = out or Path("runs") / f"accuracy-{Path(dataset).name}-{backbone}-mae"
-    rate = 0.0 if "d_lr" in settings else run_peft(settings, out / "direct").lr
+    rate = 0.0  # if the upper rate is given, PEFT's is not needed
+    if "d_lr" not in settings:
+        rate = run_peft(settings, out / "direct").lr
     runs = {}
     for method in hypergrad.split(","):
         runs[method] = Path(align_stably(settings | {"hypergrad": method}, rate, out).out)
@@ -60,13 +62,14 @@ def compare_networks(runs: Mapping[str, Path]) -> list[Record]:
     experiment, networks = open_networks(runs)
     numbers, images = validation_images(experiment, MOST)
     pretrained = Network("pretrained", experiment.backbone, None, {})
-    seen = {}
+    by_name = {}
     for network in [pretrained, *networks]:
-        seen[network.name] = features_of(network, images)
+        by_name[network.name] = features_of(network, images)
     rows: list[Record] = []
-    for a, b in combinations(seen, 2):
-        alike = {"CKA": cka(seen[a], seen[b]), "RSA": rsa(seen[a], seen[b])}
-        rows.append({"network": a, "and": b, **alike, "images": len(numbers)})
+    for a, b in combinations(by_name, 2):
+        x, y = by_name[a], by_name[b]
+        measures = {"CKA": cka(x, y), "RSA": rsa(x, y)}
+        rows.append({"network": a, "and": b, **measures, "images": len(numbers)})
     return rows
 
 
@@ -80,7 +83,7 @@ def features_of(network: Network, images: Tensor) -> Tensor:
 
 
 def cka(x: Tensor, y: Tensor) -> float:
-    """Linear CKA of (N, d) and (N, d'): rotations, shifts, one scale for all of X do not matter."""
+    """Linear CKA of (N, d) and (N, d'). Rotations, shifts and a common scale change nothing."""
     x = x.double() - x.double().mean(0)
     y = y.double() - y.double().mean(0)
     between = (x.mT @ y).norm() ** 2
@@ -88,15 +91,18 @@ def cka(x: Tensor, y: Tensor) -> float:
 
 
 def rsa(x: Tensor, y: Tensor) -> float:
-    """RSA of (N, d) and (N, d'): rotations and a scale of each image do not matter."""
+    """RSA of (N, d) and (N, d'). Rotations, and a scale for each image, change nothing."""
     distances_x = pdist(x.double().numpy(), "cosine")  # (N (N - 1) / 2,)
     distances_y = pdist(y.double().numpy(), "cosine")
     return float(spearmanr(distances_x, distances_y).statistic)
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:
-    """A matrix for each measure, with a row and a column for each network."""
-    names = list(dict.fromkeys(name for row in rows for name in (row["network"], row["and"])))
+    """Draw a matrix for each measure, with a row and a column for each network."""
+    mentioned: list[str] = []
+    for row in rows:
+        mentioned += [row["network"], row["and"]]
+    names = list(dict.fromkeys(mentioned))  # each once
     size = (3.2 + 1.3 * len(names), 1.4 + 0.5 * len(names))
     figure = Figure(size)
     panels = figure.subplots(1, 2, sharey=True)
@@ -107,7 +113,7 @@ def draw(rows: Sequence[Record], path: Path) -> None:
             j = names.index(row["and"])
             matrix[i, j] = matrix[j, i] = row[measure]
         axes.imshow(matrix.numpy(), vmin=0, vmax=1)
-        for i, j in torch.cartesian_prod(*[torch.arange(len(names))] * 2).tolist():
+        for i, j in product(range(len(names)), repeat=2):
             colour = "white" if matrix[i, j] < 0.6 else "black"
             axes.text(j, i, f"{matrix[i, j]:.2f}", ha="center", va="center", color=colour)
         axes.set_title({"CKA": "linear CKA", "RSA": "RSA"}[measure])

@@ -88,7 +88,7 @@ class Cost(NamedTuple):
 
 
 def row_of(method: str, what: str, cost: Cost, backbone: str) -> Record:
-    """A row of the table, with the paper's figure beside ours; `what` was measured of a method."""
+    """A row of the table, with the paper's figure beside ours; `what` says of what the cost is."""
     row = {"method": method, "of": what, "seconds": "out of memory, see --micro-batch"}
     if cost.seconds is not None:
         row["seconds"] = f"{cost.seconds:.3g}"
@@ -116,7 +116,7 @@ def measure(steps: Iterator[Log] | Iterator[Tensor], device: torch.device) -> Co
 
 
 def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
-    """Algorithm 1 on a random network and the same random images at every step."""
+    """Run Algorithm 1 on a random network, with the same random images at every step."""
     g = torch.Generator().manual_seed(cfg.seed)
     network = random_network(cfg, device)
     if keeps_weights_in_bfloat16(cfg, device):
@@ -132,11 +132,20 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     pretext, downstream = same_batches(cfg, task, arch, device, g)
     loss_D = partial(downstream_loss, network)
     train_D = partial(loss_D, regularise=True)  # with drop path
-    inverse = choose_hypergradient(cfg, theta)
+    hypergrad = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     passes = Passes(cfg.micro_batch, uses_autocast(cfg, device))
     yield from algorithm_1(
-        state, cfg, task, loss_D, inverse, pretext, downstream, passes, store, train_D
+        state,
+        steps=cfg,
+        task=task,
+        loss_D=loss_D,
+        hypergrad=hypergrad,
+        pretext=pretext,
+        downstream=downstream,
+        passes=passes,
+        store=store,
+        train_D=train_D,
     )
 
 
@@ -159,7 +168,7 @@ def same_batches(
 
 
 def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterator[Tensor]:
-    """Steps of PEFT on a random network and the same random images; yields the loss."""
+    """Take steps of PEFT on a random network, with the same random images; yields the losses."""
     g = torch.Generator().manual_seed(cfg.seed)
     network = random_network(cfg, device)
     arch = arch_of({}, cfg)
@@ -181,12 +190,14 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
 
 
 def random_network(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> Network:
+    """A frozen backbone of these settings with random weights."""
     with device:
         vit = build_vit(arch_of({}, cfg))
     return Network(vit, recompute=cfg.recompute).requires_grad_(False)
 
 
 def random_images(side: int, count: int, device: torch.device) -> Tensor:
+    """Random network inputs (count, 3, side, side)."""
     return torch.randn(count, 3, side, side, device=device)
 
 

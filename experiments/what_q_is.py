@@ -38,22 +38,25 @@ FROM_SCALE = "ratio_F cosine_F ratio_N loss_P distance"
 
 
 def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
-    """Means over the last alternations of an align run with c L^P and c λ.
+    """Do an align run with c L^P and c λ, and return means over its last alternations.
 
-    With c = 1 it follows M-FAC's q. Otherwise q = g, so that such runs differ in c alone.
+    With c = 1 the run follows M-FAC's q. Otherwise q = g, so that such runs differ in c alone.
     """
     case = {"dataset": f"omniglot:{alphabet}", "lower_steps": int(lower_steps), "lam": c * lam}
     cfg = AlignConfig(**SETTINGS | case)
     experiment = open_experiment(cfg)
-    found: list[Record] = []
+    rows: list[Record] = []  # one for each alternation; only the last ones are filled
 
     def watched(G: Tensor, c_lam: float, H: Callable[[], Map]) -> Map:
+        """Line 10: M-FAC's, or q = g; the first line 13 after it also measures."""
         by_mfac = mfac(G, c_lam)
         row: Record = {}
-        found.append(row)
+        rows.append(row)
 
         def inverse(g: Tensor) -> Tensor:
-            if not row and state.done >= cfg.alternations - LAST:  # the first g of an alternation
+            """Line 13."""
+            is_measured = state.done >= cfg.alternations - LAST
+            if is_measured and not row:  # the first g of the alternation
                 N = H()  # that of L^P, without c
                 row.update(compare(G / c, g, N, lam))
                 for name, q in (("F", by_mfac(g)), ("N", newton(G, lam, lambda: N)(g))):
@@ -73,8 +76,8 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
     inputs = (pretext_task, head.loss, hypergrad, *batches, passes)
     logs = [*algorithm_1(state, cfg, *inputs)][-LAST:]
     means: Record = {"lower_steps": lower_steps, "lam": lam, "c": c, "alphabet": alphabet}
-    for name in found[-1]:
-        means[name] = fmean(row[name] for row in found[-LAST:])
+    for name in rows[-1]:
+        means[name] = fmean(row[name] for row in rows[-LAST:])
     means["distance"] = fmean(fmean(log.distance) for log in logs)
     means["loss_P"] = fmean(fmean(log.loss_P) for log in logs) / c
     return means
@@ -83,7 +86,8 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
 def read_rows(path: Path) -> list[Record]:
     """The rows of the file, with what follows from their numbers; none if it is not there."""
     rows: list[Record] = []
-    for line in csv.DictReader(path.read_text().splitlines() if path.exists() else []):
+    lines = path.read_text().splitlines() if path.exists() else []
+    for line in csv.DictReader(lines):
         row: Record = {k: v if k == "alphabet" else float(v) for k, v in line.items()}
         row["pull"] = row["lam"] * row["distance"] / row["norm_P"]  # λ|δ| / |∇L^P|
         row["acts"] = row["norm_P"] ** 2 / row["lam"]  # |∇L^P|² / λ
@@ -97,14 +101,14 @@ def add_rows(path: Path) -> None:
     for case, alphabet in product(CASES + SCALES[1:], ALPHABETS):
         if (*case, alphabet) not in done:
             row = measure(*case, alphabet)
-            lines = [",".join(row)] if not path.exists() else []
+            lines = [] if path.exists() else [",".join(row)]  # a new file begins with the names
             lines.append(",".join(f"{x:.6g}" if x != alphabet else x for x in row.values()))
             with path.open("a") as file:
                 file.write("\n".join(lines) + "\n")
 
 
 def of_alphabets(rows: list[Record], case: tuple[float, ...], name: str) -> list[float]:
-    """The number of this name that each alphabet has in a case (N_L, λ, c)."""
+    """The number of this name that each alphabet has in a case: N_L, λ, c, a row's first three."""
     return [row[name] for row in rows if tuple(row.values())[:3] == case]
 
 
@@ -121,10 +125,10 @@ def table(rows: list[Record], cases: list[tuple[float, float, float]], names: st
 
 
 def draw(rows: list[Record], path: Path) -> None:
-    """Left what M-FAC and N make of g, right whether the pull and M-FAC act, both against λ.
+    """Draw left what M-FAC and N make of g, right whether the pull and M-FAC act, against λ.
 
-    Points are means of the two alphabets. Each curve has its axes, a name in `rows`, its words and
-    N_L; all have c = 1.
+    Points are means of the two alphabets, with c = 1. In `curves`, each curve has its axes, a name
+    in `rows`, its label and N_L.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     curves = [(left, "ratio_F", f"|q|/|g|, M-FAC, N_L {n:g}", n) for n in (5.0, 20.0, 80.0)]
