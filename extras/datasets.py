@@ -1,24 +1,21 @@
 """Program: `bisslight data check`, which opens every image of a data set before a run does."""
 
-import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from PIL import Image
 from pydantic import BaseModel
-from torchvision.transforms.functional import pil_to_tensor
 
 from config import name_or_folder
 from data import (
     SPLITS,
     ImageError,
-    Picture,
     Pool,
     Split,
     Task,
     describe,
+    digest_of_pixels,
     find_images,
     overheard,
     read_folder,
@@ -70,13 +67,17 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     holds, task, problems = open_as_a_run_does(name, place, pool, root, partial)
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
-    digests, unreadable = read_each(found.images)
+    files = dict.fromkeys(found.images)  # as a set, but in order
+    if task:  # a class folder may be called c.jpg
+        class_of, _ = classes_and_parts(task)
+        files = dict.fromkeys([*(file for file in files if not file.is_dir()), *class_of])
+    digests, unreadable = read_each(files)
     problems += unreadable
     if task:
         problems += find_copies(task, digests) + find_converted(task) + find_derived(task)
     return Check(
         name=name,
-        images=len(found.images),
+        images=len(files),
         holds=holds,
         left_out=found.left_out,
         problems=problems,
@@ -114,12 +115,12 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
     return Opened(holds, task, problems)
 
 
-def read_each(files: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
+def read_each(files: Iterable[Path]) -> tuple[dict[Path, bytes], list[str]]:
     """Read image files to their end; return digests of their pixels, and what is wrong with some.
 
     A file that cannot be read has no digest. One whose decoder only warns has a digest, too.
     """
-    digests: dict[Path, str] = {}
+    digests: dict[Path, bytes] = {}
     problems: list[str] = []
     for file in files:
         with overheard() as said:
@@ -130,12 +131,6 @@ def read_each(files: Sequence[Path]) -> tuple[dict[Path, str], list[str]]:
                 continue
         problems += [f"{file}: its decoder warns ({text})" for text in said]
     return digests, problems
-
-
-def digest_of_pixels(image: Picture) -> str:
-    """sha256 of shape and pixels; a picture that is saved anew without loss keeps its digest."""
-    pixels = pil_to_tensor(image) if isinstance(image, Image.Image) else image  # (3, height, width)
-    return hashlib.sha256(f"{pixels.shape}".encode() + pixels.numpy().tobytes()).hexdigest()
 
 
 def check_omniglot(name: str) -> Check:
@@ -150,14 +145,14 @@ def check_omniglot(name: str) -> Check:
     return Check(name=name, images=images, holds=describe(source), left_out={}, problems=[])
 
 
-def find_copies(task: Task, digests: Mapping[Path, str]) -> list[str]:
+def find_copies(task: Task, digests: Mapping[Path, bytes]) -> list[str]:
     """Return a problem for each picture that two or more files show, whatever their format.
 
     Each problem names the files and, where the copies lie in several classes or parts, these, too.
     Copies in one class are a problem, too: a split may put one of them into training and another
     one into the test.
     """
-    groups = defaultdict[str, list[Path]](list)  # files of the same picture, by its digest
+    groups = defaultdict[bytes, list[Path]](list)  # files of the same picture, by its digest
     for file, digest in digests.items():
         groups[digest].append(file)
     class_of, part_of = classes_and_parts(task)

@@ -5,7 +5,8 @@ Most of what is refused here would train, and give an accuracy that means someth
 
 import hashlib
 import re
-from collections import Counter
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -22,6 +23,7 @@ from data import (
     Stored,
     Task,
     count_by_class,
+    digest_of_pixels,
     evenly_spaced,
     find_lookalikes,
     size_of,
@@ -98,6 +100,9 @@ def check_channels(mean: Channels, std: Channels) -> None:
 
 def check_images(images: Stored, name: str) -> None:
     """Raise ValueError where they are neither pixels from 0 to 1 nor paths; `name` says whose."""
+    if not isinstance(images, Tensor | Sequence):
+        kind = type(images).__name__
+        raise ValueError(f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path")
     if not len(images):
         raise ValueError(f"{name}: has no images")
     if not isinstance(images, Tensor):
@@ -172,13 +177,15 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
 # --- what makes a number mean something else -----------------------------------------------------
 
 
-def find_doubts(task: Task) -> list[str]:
+def find_doubts(task: Task, pixels: Mapping[Path, bytes] | None = None) -> list[str]:
     """What nothing refuses, but who reads an accuracy has to know: a line for each.
 
-    Splits that share images, images made from others, images of one colour, classes that a split
-    lacks, and labels that are not counted.
+    Splits that share images, images with two labels, images made from others, images of one colour,
+    classes that a split lacks, labels that are not counted, and names that other computers write
+    otherwise. `pixels` has a digest of the pixels of each image file that was read before.
     """
-    doubts = find_common_images(task) + find_converted(task) + find_derived(task)
+    doubts = find_common_images(task, pixels or {})
+    doubts += find_converted(task) + find_derived(task) + find_decomposed(task)
     for name in SPLITS:
         split: Split = getattr(task, name)
         if isinstance(split.images, Tensor):
@@ -204,32 +211,65 @@ def find_doubts(task: Task) -> list[str]:
     return doubts
 
 
-def find_common_images(task: Task) -> list[str]:
-    """A line for each two splits that have equal images, by content.
+def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
+    """A line for each two splits that have equal images, and for each with one under two labels.
 
-    Only files are read whose size is found in another split, too, and at most 20,000 of each split,
-    evenly spaced; then there may be more than the line says. A split of more than 100,000 files is
-    not looked at.
+    Images are equal if their pixels are. Of splits with files that were not read before, which are
+    not in `pixels`, those are equal that have the same bytes, see `digests_of_files`.
     """
-    sizes = {name: sizes_of(getattr(task, name).images) for name in SPLITS}
-    splits_by_size = Counter[int]()  # in how many splits a file of this size is
-    for of_split in sizes.values():
-        splits_by_size.update({*of_split.values()})
-    digests = {
-        name: digests_of_each(getattr(task, name).images, sizes[name], splits_by_size)
-        for name in SPLITS
-    }
+    splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
+    of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
+    of_files: dict[str, set[bytes]] = {}
+    if not all(of_each.values()):
+        of_files = digests_of_files(splits)
     lines = []
     for one, two, meaning in (
         ("train", "test", "the test is of images that were trained on"),
         ("val", "test", "epochs and rates are chosen on images that are tested"),
         ("train", "val", "epochs and rates are chosen on images that were trained on"),
     ):
-        n = len(digests[one] & digests[two])
+        if of_each[one] and of_each[two]:
+            n = len({*of_each[one]} & {*of_each[two]})
+        else:
+            n = len(of_files[one] & of_files[two])
         if n:
             images = "an image" if n == 1 else f"{n} images"
             lines.append(f"{one} and {two} have {images} in common: {meaning}")
+    for name, split in splits.items():
+        n = count_with_two_labels(of_each[name], split.targets)
+        if n:
+            lines.append(f"{name}: pictures that are there twice, with different labels: {n}")
     return lines
+
+
+def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]:
+    """sha256 of the pixels of each image; [] where there are files that are not in `pixels`.
+
+    Images in memory are compared to 8 bits: how they were divided by 255 does not matter.
+    """
+    if isinstance(images, Tensor):
+        return [digest_of_pixels((255 * image).round().byte()) for image in images]
+    if not all(file in pixels for file in images):
+        return []
+    return [pixels[file] for file in images]
+
+
+def digests_of_files(splits: Mapping[str, Split]) -> dict[str, set[bytes]]:
+    """Of each split, sha256 of the files that have the size of one in another split.
+
+    At most 20,000 of each split are read, evenly spaced; then there may be more equal ones than are
+    found. A split of more than 100,000 files, or of images in memory, has none.
+    """
+    sizes = {name: sizes_of(split.images) for name, split in splits.items()}
+    splits_by_size = Counter[int]()  # in how many splits a file of this size is
+    for of_split in sizes.values():
+        splits_by_size.update({*of_split.values()})
+    digests = {}
+    for name, of_split in sizes.items():
+        candidates = [file for file, size in of_split.items() if splits_by_size[size] > 1]
+        some = evenly_spaced(candidates, 20_000)
+        digests[name] = {hashlib.sha256(file.read_bytes()).digest() for file in some}
+    return digests
 
 
 def sizes_of(images: Stored) -> dict[Path, int]:
@@ -239,19 +279,16 @@ def sizes_of(images: Stored) -> dict[Path, int]:
     return {file: size_of(file) for file in images}
 
 
-def digests_of_each(
-    images: Stored, sizes: Mapping[Path, int], splits_by_size: Mapping[int, int]
-) -> set[bytes]:
-    """sha256 of each image in memory, or of each file whose size another split has, too.
+def count_with_two_labels(digests: Sequence[bytes], labels: Tensor) -> int:
+    """How many different pictures have two labels or more; `digests` may be [], where it is 0.
 
-    Images in memory are compared to 8 bits: how they were divided by 255 does not matter.
+    >>> count_with_two_labels([b"a", b"a", b"b", b"b"], torch.tensor([0, 1, 2, 2]))
+    1
     """
-    if isinstance(images, Tensor):
-        pixels = (255 * images).round().byte()
-        return {hashlib.sha256(image.contiguous().numpy().tobytes()).digest() for image in pixels}
-    candidates = [file for file, size in sizes.items() if splits_by_size[size] > 1]
-    some = evenly_spaced(candidates, 20_000)
-    return {hashlib.sha256(file.read_bytes()).digest() for file in some}
+    labels_of = defaultdict[bytes, set[str]](set)  # of each picture
+    for digest, label in zip(digests, labels.tolist(), strict=False):
+        labels_of[digest].add(str(label))
+    return sum(len(of_picture) > 1 for of_picture in labels_of.values())
 
 
 def find_converted(task: Task) -> list[str]:
@@ -259,18 +296,46 @@ def find_converted(task: Task) -> list[str]:
 
     So it is where images were converted and the originals were kept, see `holdout`.
     """
-    places: dict[Path, str] = {}  # of each file without its ending, the split in which it was met
+    # Of each file without its ending: the splits and endings with which it was met.
+    met = defaultdict[Path, set[tuple[str, str]]](set)
     twins = list[Path]()
     for name in SPLITS:
         images = getattr(task, name).images
         for file in [] if isinstance(images, Tensor) else images:
-            if places.setdefault(file.with_suffix(""), name) != name:
+            ending = file.suffix.lower()
+            before = met[file.with_suffix("")]
+            if any(split != name and other != ending for split, other in before):
                 twins.append(file)
+            before.add((name, ending))
     if not twins:
         return []
     return [
         f"images with a namesake with another ending in another split: {len(twins)}, such as"
         f" {twins[0]}. Is it the same picture, converted? Then remove one of both"
+    ]
+
+
+def find_decomposed(task: Task) -> list[str]:
+    """A line if names of classes or files have accents as characters of their own (Unicode's NFD).
+
+    Older Macs write names so. Splits and the order of classes depend on names, so a copy of the
+    folder whose names are NFC gives other numbers.
+    """
+    names = {*task.classes}
+    for name in SPLITS:
+        images = getattr(task, name).images
+        names.update(file.name for file in ([] if isinstance(images, Tensor) else images))
+    decomposed = sorted(
+        name
+        for name in names
+        if unicodedata.is_normalized("NFD", name) and not unicodedata.is_normalized("NFC", name)
+    )
+    if not decomposed:
+        return []
+    return [
+        f"names with accents in the form NFD, as Macs may write them: {len(decomposed)}, such as"
+        f" {decomposed[0]}. On a copy whose names are in the usual form, NFC, classes are numbered"
+        " and images split otherwise: compare runs on the same copy"
     ]
 
 

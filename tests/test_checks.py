@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from data import SPLITS, Pool, Split, Task, Transform, decode_once, folder
+from data import SPLITS, Pool, Split, Task, Transform, check_readable, decode_once, folder
 from support.checks import as_checked, check_pool, check_task, find_doubts
 
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3)
@@ -133,6 +133,79 @@ def test_a_picture_beside_its_converted_copy_is_told_where_the_split_parts_them(
     assert "namesake" in line and f"split: {parted}, such as " in line
 
 
+def read_before(task: Task) -> dict[Path, bytes]:
+    """A digest of the pixels of each file, as the look at images before a run has it."""
+    return check_readable([file for name in SPLITS for file in getattr(task, name).images])
+
+
+@pytest.mark.parametrize("ending", ["png", "bmp", "tiff"])
+def test_a_picture_that_was_saved_anew_is_told_by_its_pixels(tmp_path: Path, ending: str) -> None:
+    """Two training images lie in test, in another format and under other names."""
+    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
+    assert find_doubts(folder(tmp_path, 0), read_before(folder(tmp_path, 0))) == []
+    for kind in ("cat", "dog"):
+        picture = Image.open(tmp_path / f"train/{kind}/2.png")
+        more: Any = {"compress_level": 0} if ending == "png" else {}
+        picture.save(tmp_path / f"test/{kind}/new.{ending}", **more)
+    task = folder(tmp_path, 0)
+    assert find_doubts(task) == []  # their bytes are others
+    said = "train and test have 2 images in common: the test is of images that were trained on"
+    assert find_doubts(task, read_before(task)) == [said]
+    # Where the training images are too many to be read, val and test are still compared by pixels.
+    picture.save(tmp_path / f"val/dog/other.{ending}", **more)
+    task = folder(tmp_path, 0)
+    pixels = {file: x for file, x in read_before(task).items() if file not in task.train.images}
+    said = "val and test have an image in common: epochs and rates are chosen on images that are"
+    assert [line[: len(said)] for line in find_doubts(task, pixels)] == [said]
+
+
+def test_a_picture_with_two_labels_is_told_in_folders_and_in_memory(tmp_path: Path) -> None:
+    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
+    shutil.copy(tmp_path / "train/cat/1.png", tmp_path / "train/cat/copy.png")  # one label
+    shutil.copy(tmp_path / "test/cat/1.png", tmp_path / "test/dog/copy.png")
+    task = folder(tmp_path, 0)
+    said = "test: pictures that are there twice, with different labels: 1"
+    assert find_doubts(task, read_before(task)) == [said]
+    twice = torch.cat([PIXELS[:3], PIXELS[:3]])
+    splits = [Split(torch.rand(6, 3, 8, 8), torch.tensor([0, 1, 2] * 2)) for _ in range(2)]
+    for labels, n in (([0, 1, 2, 0, 1, 2], 0), ([0, 1, 2, 1, 2, 2], 2)):
+        last = Split(twice, torch.tensor(labels))
+        lines = find_doubts(Task("own", *splits, last, ["a", "b", "c"]))
+        assert [line for line in lines if "twice" in line] == [f"{said[:-1]}{n}"] * bool(n)
+
+
+def test_one_file_in_two_splits_is_no_converted_namesake(tmp_path: Path) -> None:
+    """Nor is 0.PNG beside 0.png; that it is in both splits is told, by content."""
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in "012"])
+    photos_in(tmp_path, ["cat/0.PNG", "dog/2.jpg"])
+    files = sorted(tmp_path.glob("*/*"))
+
+    def part(*names: str) -> Split:
+        """The files of these names, of both classes."""
+        own = [file for file in files if file.name in names]
+        return Split(own, torch.tensor([int(file.parent.name == "dog") for file in own]))
+
+    task = Task("own", part("0.png", "1.png"), part("2.png"), part("0.PNG", "1.png"), ["a", "b"])
+    lines = find_doubts(task)
+    assert [line for line in lines if "namesake" in line] == []
+    assert any(line.startswith("train and test have 3 images in common") for line in lines)
+    (line,) = [x for x in find_doubts(task._replace(test=part("2.jpg"))) if "namesake" in x]
+    assert "split: 1, such as" in line
+
+
+def test_accents_as_old_macs_write_them_are_told(tmp_path: Path) -> None:
+    """NFC, NFD, and a Hindi letter that has one form alone, which is none of a Mac's."""
+    for name, told in (("Kü", 0), ("Ku\u0308", 1), ("\u0915\u093c", 0), ("Ku", 0)):
+        place = tmp_path / str(told) / name
+        photos_in(place, [f"{kind}/{k}.png" for kind in ("cat", name) for k in range(5)])
+        lines = [line for line in find_doubts(folder(place, 0)) if "NFD" in line]
+        assert len(lines) == told
+        in_memory = [line for line in find_doubts(own(classes=[name, "b", "c"])) if "NFD" in line]
+        assert len(in_memory) == told
+
+
 def test_numbers_begin_anew_in_each_part_without_a_word(tmp_path: Path) -> None:
     photos_in(tmp_path, [f"{part}/{kind}/1.png" for part in SPLITS for kind in ("cat", "dog")])
     assert find_doubts(folder(tmp_path, 0)) == []
@@ -187,6 +260,7 @@ def test_names_and_normalisation_of_other_kinds_are_refused(
         (own(mean=("a", "b", "c")), "^mean .* give three numbers each"),
         (own(std=(None,) * 3), "^mean .* give three numbers each"),
         (own(classes=["cat", "Cat ", "dog"]), "'cat' and 'Cat ' look alike"),
+        (own(classes=["a", "A", "b"]), "'a' and 'A' look alike"),
     ],
 )
 def test_what_is_no_task_is_refused_in_a_line(task: Any, said: str) -> None:
@@ -198,6 +272,9 @@ def test_what_is_no_pool_is_refused_in_a_line() -> None:
     pool: Any = PIXELS
     with pytest.raises(ValueError, match=r"^pool: is a Tensor; give data.Pool"):
         check_pool(pool)
+    split: Any = own().train
+    with pytest.raises(ValueError, match=r"^pool: images are a Split; give one tensor"):
+        check_pool(Pool(split))
 
 
 def test_black_images_alone_are_refused() -> None:

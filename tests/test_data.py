@@ -265,6 +265,33 @@ def test_images_that_are_left_out_by_their_names_are_counted(tmp_path: Path) -> 
     ]
 
 
+def test_images_of_folders_that_are_left_out_by_their_names_are_counted(tmp_path: Path) -> None:
+    """Classes may be meant. A NAS has its thumbnails one folder deeper, and they are none."""
+    names = [f"{c}/{i}.png" for c in (".net", "@a", "java", "rust") for i in "123"]
+    make(tmp_path, *names, "@eaDir/1.png/SYNO.jpg", "java/@eaDir/2.jpg")
+    (tmp_path / ".net/notes.txt").touch()
+    assert data.describe(folder(tmp_path, 0))[1] == "left out: 3 .png in .net, 3 .png in @a"
+
+
+def test_a_folder_under_two_names_is_taken_under_the_first_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order a disk lists them."""
+    make(tmp_path, "b/1.png", "m/2.png")
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "z").symlink_to(tmp_path / "m")
+    listed = os.scandir
+
+    def in_order(place: Path, order: int) -> Any:
+        """What a folder has, sorted upwards (1) or downwards (-1)."""
+        return sorted(listed(place), key=lambda entry: entry.name)[::order]
+
+    for order in (1, -1):
+        monkeypatch.setattr(os, "scandir", partial(in_order, order=order))
+        found = data.find_images(tmp_path).images
+        assert [str(file.relative_to(tmp_path)) for file in found] == ["a/1.png", "m/2.png"]
+
+
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
     split = Split(pixels := torch.rand(4, 3, 12, 12), torch.arange(4))
     ((x, y),) = batches(Images(split, TRANSFORM, False, 0, ""), [[*enumerate(range(4))]], 0, CPU)

@@ -105,6 +105,18 @@ def test_a_picture_that_was_saved_anew_is_a_copy(tmp_path: Path) -> None:
     assert "a/0.png, in 2 classes: a, b" in copies
 
 
+def test_a_class_that_is_called_as_an_image_is_checked_as_one(tmp_path: Path) -> None:
+    """A folder c.jpg inside of a class is still a fault."""
+    for kind in ("a", "c.jpg"):
+        for k in range(5):
+            drawn(tmp_path / kind / f"{k}.png", f"{kind} {k}")
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert (found.images, found.problems) == (10, [])
+    (tmp_path / "a/5.png").mkdir()
+    (problem,) = check(f"folder:{tmp_path}", tmp_path).problems
+    assert problem.startswith(f"{tmp_path}/a/5.png: cannot be read (no file, but a folder")
+
+
 def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     for i in range(10):
         drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
