@@ -187,9 +187,9 @@ def test_the_first_screen_shows_the_valley(tmp_path: Path, width: int, height: i
     assert left >= 0 and right <= width and bottom <= height
 
 
-def test_on_a_phone_no_line_of_code_or_output_is_cut(tmp_path: Path) -> None:
-    script = """told([...document.querySelectorAll("pre")].filter(x => x.clientWidth)
-      .map(x => [x.scrollWidth, x.clientWidth]));"""
+def test_on_a_phone_no_line_of_code_output_or_formula_is_cut(tmp_path: Path) -> None:
+    script = """told([...document.querySelectorAll("pre, .formula > div")]
+      .filter(x => x.clientWidth).map(x => [x.scrollWidth, x.clientWidth]));"""
     widths = browse(tmp_path, script, 400)
     assert len(widths) > 5
     for needed, there in widths:
