@@ -173,9 +173,10 @@ def check_settings(start: Start, cfg: FinetuneConfig) -> None:
 
 
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
-    """Refuse (UsageError) adapters of another shape or of other weights, or trained on test images.
+    """Refuse (UsageError) adapters that do not fit the network, or have seen the test images.
 
-    What may be wrong with an adapter, but cannot be known, is logged as a warning.
+    They do not fit if θ has another shape, or was trained on other weights. What may be wrong with
+    an adapter, but cannot be known, is logged as a warning.
     """
     backbone = experiment.backbone
     p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
@@ -194,7 +195,7 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
                     "was trained on other --weights than this run's; give those, or align again"
                 )
             doubts += check_unseen(info, experiment)
-            doubts += doubt_normalisation(info, experiment.task)
+            doubts += doubt_normalisation(experiment.task, info)
     for doubt in dict.fromkeys(doubts):  # each once, however many adapters there are
         LOG.warning("--from: %s", doubt)
 
@@ -247,7 +248,7 @@ def check_data_seed(info: AdapterInfo, cfg: FinetuneConfig) -> list[str]:
     ]
 
 
-def doubt_normalisation(info: AdapterInfo, task: Task) -> list[str]:
+def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
     """Return a sentence if images here are normalised otherwise than those of θ, else []."""
     if info.channels is None:
         return []
@@ -327,8 +328,8 @@ def find_seen(task: Task, seen: Collection[str]) -> Seen:
 def seconds_until(file: Path | None) -> float | None:
     """CPU seconds of the run that made an adapter, and of the runs before it; None: unknown.
 
-    0 without an adapter. A finetune run counts for each of its seeds in equal parts, with the rates
-    that it tried.
+    It is 0 without an adapter. The seconds of a finetune run, in which it also tried its rates, are
+    shared equally between its seeds.
     """
     if file is None:
         return 0.0
