@@ -11,7 +11,7 @@ import torch
 from quilts import quilts
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from toy import PEFT_STEPS, align_line, done, refusal, save_by_class
+from toy import PEFT_STEPS, align_line, done, refusal, run, save_by_class
 
 import data
 from data import Task, folder
@@ -147,15 +147,41 @@ def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
     assert str(found).endswith("\nleft out: 2 .heic, 1 .gif")
 
 
-def test_all_that_cannot_be_read_is_named_however_many_images_there_are(
-    photos: Task, monkeypatch: pytest.MonkeyPatch
+def test_images_that_cannot_be_read_are_named_and_the_others_classified(
+    photos: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where all that are in memory at a time are damaged; the exit code is 1."""
     monkeypatch.setattr("extras.predict.AT_ONCE", 2)
     files = sorted(Path("unknown").iterdir())
-    for file in (files[0], files[1], files[-1]):
+    assert len(files) > 5
+    whole = {
+        guess["image"]: guess for guess in json.loads(done("predict f unknown --json"))["guesses"]
+    }
+    damaged = [files[0], files[1], files[3]]
+    for file in damaged:
+        file.write_bytes(b"no image")
+    code, out, _ = run("predict f unknown --json")
+    found = json.loads(out)
+    assert code == 1
+    left = [str(file) for file in files if file not in damaged]
+    assert [guess["image"] for guess in found["guesses"]] == left
+    for guess in found["guesses"]:
+        before = whole[guess["image"]]
+        assert guess["label"] == before["label"]
+        assert guess["probability"] == pytest.approx(before["probability"], abs=1e-6)
+    for told in (found["faults"], caplog.messages):
+        assert len(told) == 3
+        for file, line in zip(damaged, told, strict=True):
+            assert line.startswith(f"{file}: cannot be read")
+    code, out, _ = run("predict f unknown")
+    assert code == 1 and out.splitlines()[-1] == "left out, since they cannot be read: 3"
+    for file in files:
         file.write_bytes(b"no image")
     said = refusal("predict f unknown", 1)
-    assert all(f"{file}: cannot be read" in said for file in (files[0], files[1], files[-1]))
+    assert all(f"{file}: cannot be read" in said for file in files)
+
+
+def test_a_dead_link_among_images_is_refused(photos: Task) -> None:
     Path("unknown/more").symlink_to("nowhere")
     assert "unknown/more: is a link to nowhere" in refusal("predict f unknown", 2)
 
