@@ -128,6 +128,8 @@ def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
     fields, first_fields = dict(to_compare(info)), dict(to_compare(first))
     settings, first_settings = fields.pop("unlike_paper"), first_fields.pop("unlike_paper")
     start, first_start = fields.pop("origin"), first_fields.pop("origin")
+    if None in (info.imports_sha256, first.imports_sha256):  # an older one does not say it
+        fields["imports_sha256"] = first_fields["imports_sha256"] = None
     names = keys_that_differ(fields, first_fields)
     says_no_start = start is None or first_start is None
     if info.stage == "finetune" and says_no_start:

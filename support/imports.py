@@ -1,0 +1,99 @@
+"""Program: the files that a pretext task of one's own imports, since a run is theirs, too."""
+
+import ast
+import hashlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from support.errors import UsageError
+from support.files import sha256
+
+PROGRAM = Path(__file__).resolve().parents[1]  # the folder of this program
+
+
+def find_imports(file: Path) -> dict[str, Path]:
+    """Return the modules in the folder of a Python file that it imports, and their files, by name.
+
+    What they import there themselves is among them, and so is what a function imports. Known are
+    `import` statements alone, not modules whose names are put together while the program runs. A
+    module of this program or of Python goes before one of the same name in the folder, so such a
+    one is none of them. Raises OSError and SyntaxError.
+    """
+    folder = file.resolve().parent
+    taken = sys.stdlib_module_names | names_of_program()
+    found: dict[str, Path] = {}
+    to_read = [(file, "")]  # files, and the package that each one is in; "": none
+    for source, package in to_read:  # it grows
+        for name in names_imported(ast.parse(source.read_bytes()), package):
+            parts = name.split(".")
+            for k in range(1, len(parts) + 1):  # of a.b.c also a and a.b
+                path = folder.joinpath(*parts[:k])
+                module = ".".join(parts[:k])
+                if parts[0] in taken or module in found:
+                    continue
+                if (path / "__init__.py").is_file():
+                    found[module] = path / "__init__.py"
+                    to_read.append((found[module], module))
+                elif path.with_name(f"{path.name}.py").is_file():
+                    found[module] = path.with_name(f"{path.name}.py")
+                    to_read.append((found[module], ".".join(parts[: k - 1])))
+    return found
+
+
+def names_imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the names that `import` statements may mean as modules, such as "a.b" of `import a.b`.
+
+    Of `from a import b` these are a and a.b, since b may be a module. `package` is what dots before
+    a name count from.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")
+            above = above[: len(above) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@cache  # as they were at first: beside them, a pretext task may load files of its own
+def names_of_program() -> frozenset[str]:
+    """Return the names of this program's modules and packages that are loaded."""
+    names = set[str]()
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file and "." not in name:
+            path = Path(file).resolve()
+            place = path.parent.parent if path.name == "__init__.py" else path.parent
+            if place == PROGRAM:
+                names.add(name)
+    return frozenset(names)
+
+
+def digest_of_imports(file: Path) -> str | None:
+    """Return sha256 of the names and contents of `find_imports`; None if there is nothing."""
+    found = find_imports(file)
+    if not found:
+        return None
+    lines = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def forget_imports(file: Path) -> None:
+    """Make Python read anew what a file imports, which may have been edited since it was loaded.
+
+    Raises UsageError where another file has been loaded under one of the names, such as that of
+    another pretext task in the same process, since Python would take it.
+    """
+    for name, path in find_imports(file).items():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded and Path(loaded).resolve() != path.resolve():
+            raise UsageError(
+                f"--pretext {file}: imports {path}, but this process has loaded {loaded} under the"
+                " same name; rename one of them, or run each in a process of its own"
+            )
+        sys.modules.pop(name, None)

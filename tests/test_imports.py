@@ -1,0 +1,125 @@
+"""Files that a pretext task of one's own imports: which they are, and that a run is theirs, too."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy import done, refusal
+
+from config import OMNIGLOT
+from support.imports import digest_of_imports, find_imports
+
+EXAMPLE = Path(__file__).parents[1] / "examples/rotation.py"
+TASK = """
+import json
+import helper, nets.deep as deep
+import torch
+from data import rng
+from nets import norm
+def lazily():
+    from later import function
+"""
+FILES = {
+    "task.py": TASK,
+    "helper.py": "import second\nfrom json import dumps\n",
+    "second.py": "import helper\n",  # they import each other
+    "later.py": "def function(): pass\n",
+    "data.py": "raise RuntimeError\n",  # the program's goes before it, and so does Python's json
+    "json.py": "raise RuntimeError\n",
+    "unused.py": "import helper\n",
+    "nets/__init__.py": "",
+    "nets/deep.py": "from .parts import block\nfrom . import other\nfrom ..helper import no\n",
+    "nets/parts.py": "block = 1\n",
+    "nets/other.py": "",
+    "nets/norm.py": "",
+    "nets/unused.py": "",
+}
+IMPORTED = ["helper", "later", "nets", "nets.deep", "nets.norm", "nets.other", "nets.parts"]
+IMPORTED += ["second"]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Write these files below a folder."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def test_imports_are_those_of_the_folder_whoever_imports_them(tmp_path: Path) -> None:
+    """Python itself, in a process of its own, loads the same files."""
+    write(tmp_path, {**FILES, "nets/deep.py": "from .parts import block\nfrom . import other\n"})
+    assert sorted(find_imports(tmp_path / "task.py")) == IMPORTED
+    (tmp_path / "data.py").write_text("def rng(): pass\n")
+    (tmp_path / "json.py").unlink()
+    script = (
+        "import sys; sys.path.append(sys.argv[1]); import task; task.lazily();"
+        "print(*sorted(n for n, m in sys.modules.items() if sys.argv[1] in str(m)))"
+    )
+    call = [sys.executable, "-c", script, str(tmp_path)]
+    loaded = subprocess.run(call, capture_output=True, text=True, check=True, cwd="/").stdout
+    assert {*loaded.split()} - {"data", "task"} == {*IMPORTED}
+
+
+def test_the_digest_is_of_all_that_is_imported_and_of_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, FILES)
+    before = digest_of_imports(tmp_path / "task.py")
+    shutil.copytree(tmp_path, tmp_path / "moved")
+    assert digest_of_imports(tmp_path / "moved/task.py") == before
+    for name in FILES:
+        write(tmp_path, {name: FILES[name] + "\n# changed\n"})
+        is_known = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") in IMPORTED
+        assert (digest_of_imports(tmp_path / "task.py") != before) == is_known, name
+        write(tmp_path, {name: FILES[name]})
+    assert digest_of_imports(tmp_path / "unused.py") is not None
+    assert digest_of_imports(tmp_path / "later.py") is None
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_edited_import_is_another_run_and_is_read_anew() -> None:
+    """In one process, as in a notebook; the loss tells which helper was taken.
+
+    A run of before, which does not know its imports, goes on.
+    """
+    steps = "--alternations 1 --lower-steps 1 --upper-steps 1 --p-batch 8 --d-batch 8 --rank 2"
+    steps += " --probe-epochs 0 --warmup 0 --quiet"
+    text = EXAMPLE.read_text() + "\n\nfrom helper import SCALE\n\n\nclass Scaled(Rotation):\n"
+    text += "    def loss(self, *args):\n        return SCALE * super().loss(*args)\n"
+    for place, scale in (("a", 1), ("b", 100)):
+        write(Path(place), {"task.py": text, "helper.py": f"SCALE = {scale}\n"})
+
+    def line(place: str, out: str) -> str:
+        """The command of a run on the task in `place`."""
+        return (
+            f"align --backbone vit_mini --weights {OMNIGLOT} --dataset omniglot:Greek --pool"
+            f" omniglot --pretext {place}/task.py:Scaled {steps} --out {out}"
+        )
+
+    def loss(out: str) -> float:
+        """The first pretext loss of a run."""
+        last = Path(out, "metrics.jsonl").read_text().splitlines()[-1]
+        return float(json.loads(last)["loss_P"][0])
+
+    done(line("a", "r1"))
+    write(Path("a"), {"helper.py": "SCALE = 10\n"})
+    assert "a file that --pretext imports was changed" in refusal(line("a", "r1"))
+    done(line("a", "r2"))
+    assert loss("r2") == pytest.approx(10 * loss("r1"), rel=1e-5)
+    said = refusal(line("b", "r3"))
+    assert "b/helper.py" in said and "a/helper.py under the same name; rename one" in said
+    line_of_finetune = (
+        f"finetune --from . --lr 1e-2 --epochs 1 --warmup-epochs 0 --weights {OMNIGLOT}"
+    )
+    shutil.rmtree("r3", ignore_errors=True)
+    done(line("a", "r4").replace("--out", "--seed 1 --out"))
+    Path("arm").mkdir()
+    shutil.move("r1", "arm/r1")
+    shutil.move("r4", "arm/r4")
+    said = refusal(line_of_finetune.replace("--from .", "--from arm") + " --seeds 2 --out f")
+    assert "imports_sha256" in said
+    config = json.loads(Path("r2/config.json").read_text())
+    del config["imports_sha256"]
+    Path("r2/config.json").write_text(json.dumps(config))
+    done(line("a", "r2"))
