@@ -30,7 +30,7 @@ class Start(NamedTuple):
 
     file: Path | None = None  # an adapter; None: a fresh θ
     sha256: str | None = None  # of that file
-    info: AdapterInfo = AdapterInfo()  # what it says of itself
+    info: AdapterInfo = AdapterInfo()  # what the adapter says of itself; of a fresh θ, nothing
 
 
 def read_starts(cfg: FinetuneConfig) -> list[Start]:
