@@ -143,6 +143,20 @@ def test_a_flag_that_is_like_no_other_gets_no_suggestion(flag: str) -> None:
     assert refusal(f"align {flag}") == f"error: {flag}: there is no such flag"
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("finetune --d-lr 1", "--d-lr: is a flag of align, not of this command"),
+        ("align --from a", "--from: is a flag of finetune, not of this command"),
+        ("align --epochs 3", "--epochs: is a flag of finetune and pretrain, not of this command"),
+        ("align --clip 3", "--clip: has no flag; give clip in a --config file"),
+        ("align --d-lrs 1", "--d-lrs: there is no such flag; did you mean --d-lr?"),
+    ],
+)
+def test_a_flag_of_another_command_is_told_whose_it_is(line: str, said: str) -> None:
+    assert refusal(line) == f"error: {said}"
+
+
 def test_the_help_says_what_stands_in_brackets_and_has_the_dry_run_among_everyday_flags() -> None:
     everyday, _, further = help_of("align").partition("Further")
     assert "[default; where it is from]" in everyday and "--dry-run" in everyday

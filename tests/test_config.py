@@ -163,9 +163,14 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     text = '{"command": "align", "rank": 3, "pool_sha256": "0", "images": {}}'
     file.write_text(text, "utf-8-sig")  # as an editor of Windows does
     assert cli.collect(AlignConfig, dict(B16), options).rank == 3
-    for name in ("alternation", "epochs"):  # of no command, of another one
+    said = {
+        "alternation": "there is no such setting; did you mean alternations",
+        "epochs": "is a setting of finetune and pretrain, not of this command",
+        "out": "is no setting of a file; give --out",
+    }
+    for name, told in said.items():
         file.write_text(json.dumps({name: 7}))
-        with pytest.raises(UsageError, match=f"{file}: {name}: there is no such setting"):
+        with pytest.raises(UsageError, match=f"{file}: {name}: {told}"):
             cli.collect(AlignConfig, dict(B16), options)
 
 
