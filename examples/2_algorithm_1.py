@@ -88,11 +88,15 @@ def begin() -> State:
     phi_P = trainable(pretext.phi)
     phi_D = trainable(init_head(backbone.dim, len(task.classes), rng(0, "head")))
     T = steps.alternations
-    lower = Schedule(T * steps.lower_steps, 6, 1e-6)
-    upper = Schedule(T * steps.upper_steps, 4, 1e-6)
-    groups = [Group([leaves["P"]], 1e-2, 0.05), Group([*phi_P.values()], 1e-4, 0.05)]
-    opt_P = Optimiser(groups, lower, (0.9, 0.95), clip=10)
-    opt_D = Optimiser([Group([leaves["D"], *phi_D.values()], 1e-2, 0.05)], upper, (0.9, 0.999), 10)
+    lower = [
+        Group([leaves["P"]], lr=1e-2, weight_decay=0.05),
+        Group([*phi_P.values()], lr=1e-4, weight_decay=0.05),
+    ]
+    upper = [Group([leaves["D"], *phi_D.values()], lr=1e-2, weight_decay=0.05)]
+    lower_rate = Schedule(T * steps.lower_steps, warmup=6, end=1e-6)
+    upper_rate = Schedule(T * steps.upper_steps, warmup=4, end=1e-6)
+    opt_P = Optimiser(lower, lower_rate, betas=(0.9, 0.95), clip=10)
+    opt_D = Optimiser(upper, upper_rate, betas=(0.9, 0.999), clip=10)
     return State(leaves["P"], leaves["D"], phi_P, phi_D, opt_P, opt_D)
 
 
@@ -150,7 +154,7 @@ print(f"{len(numbers)} upper steps; |q|/|g| of the last one: {numbers[-1][0]:.4f
 
 # %%
 def by_library(s: State, hypergrad: Hypergradient) -> list[Log]:
-    """The numbers of all alternations."""
+    """Algorithm 1; returns what it logs of all alternations."""
     batches: Any = pretext_batches(32, "lower"), labelled_batches(32)
     return list(algorithm_1(s, steps, pretext, loss_D, hypergrad, *batches))
 

@@ -75,9 +75,10 @@ common: Any = {"backbone": "vit_mini", "dataset": "omniglot:Greek"}
 experiment = open_experiment(AlignConfig(**common))
 backbone = experiment.backbone
 task = rotation.Rotation(backbone, None, rng(0, "head"))
-some = experiment.task.train.images[:80:10]
-batch = task.prepare(some, *task.draw(8, rng(0, "turns")))
-assert torch.equal(batch.images, task.prepare(some, *task.draw(8, rng(0, "turns"))).images)
+images = experiment.task.train.images[:80:10]  # eight of them
+batch = task.prepare(images, *task.draw(8, rng(0, "turns")))
+again = task.prepare(images, *task.draw(8, rng(0, "turns")))
+assert torch.equal(batch.images, again.images)
 theta = init_theta(backbone.depth, 8, backbone.dim, rng(0, "lora")).requires_grad_()
 for tensor in task.phi.values():
     tensor.requires_grad_()
@@ -128,7 +129,8 @@ tasks: dict[str, Any] = {
 for name, settings in tasks.items():
     run = align(AlignConfig(**common | bilevel | settings), Path(name))
     records = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
-    first, last = (sum(record["loss_P"]) / 5 for record in (records[1], records[-1]))
+    first = sum(records[1]["loss_P"]) / 5  # of five lower steps; record 0 is of linear probing
+    last = sum(records[-1]["loss_P"]) / 5
     print(f"{name:8} L^P from {first:.2f} to {last:.2f}, |q|/|g| {run.q_over_g:.3f}, "
           f"validation at θ_P {run.val_P.accuracy:.0f} %")  # fmt: skip
 

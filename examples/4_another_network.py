@@ -99,6 +99,7 @@ class Turns(Rotation):
         self.state = {}
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
+        """Mean over the images."""
         logits = F.linear(features(theta, batch.images), phi["weight"], phi["bias"])
         return F.cross_entropy(logits, batch.turns)
 
@@ -122,7 +123,7 @@ def pretext_batches(seed: int) -> Iterator[Batch]:
 def train(
     loss: Callable[..., Tensor], tensors: list[Tensor], batches: Iterator[NamedTuple], steps: int
 ) -> list[float]:
-    """Train tensors in place with AdamW, warm-up and cosine; the loss of every step."""
+    """Train tensors in place with AdamW, warm-up and cosine; returns the loss of every step."""
     opt = Optimiser([Group(tensors, 1e-2, 0.05)], Schedule(steps, steps / 10, 0.0), (0.9, 0.95))
     losses = []
     for _, batch in zip(range(steps), batches, strict=False):  # batches never end
@@ -171,7 +172,7 @@ steps = SimpleNamespace(alternations=20, lower_steps=5, upper_steps=3, lam=0.1)
 
 
 def align(hypergrad: Hypergradient, seed: int) -> tuple[Tensor, list[Log]]:
-    """Linear probing, then Algorithm 1: θ_P and the log."""
+    """Do linear probing, then Algorithm 1; returns θ_P, and a log for each alternation."""
     theta = torch.zeros(K, p)
     phi_P, phi_D = trainable(phi), trainable(init_head(DIM, 24, rng(seed, "align head")))
     train(partial(loss_D, theta, phi_D), [*phi_D.values()], examples(seed), 100)

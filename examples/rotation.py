@@ -30,7 +30,9 @@ class Rotation:
     """L^P(θ, φ_P): cross entropy of a linear layer, φ_P, that tells quarter turns apart.
 
     Args:
-        settings: those of `align`, for tasks that have some.
+        backbone: the network, whose features the layer gets.
+        settings: those of `align`; this task needs none.
+        rng: makes the start of the layer.
     """
 
     def __init__(self, backbone: Backbone, settings: object, rng: torch.Generator) -> None:
@@ -40,16 +42,17 @@ class Rotation:
         self.state: dict[str, Tensor] = {}  # no teacher or the like
 
     def draw(self, B: int, rng: torch.Generator) -> tuple[Tensor]:
-        """The turns of B images."""
+        """By how many quarter turns, 0 to 3, each of B images is turned: (B,)."""
         return (torch.randint(4, (B,), generator=rng),)
 
     def prepare(self, images: Tensor, turns: Tensor) -> Batch:
-        """Turn each image."""
+        """Turn each image (3, H, W); images are square, so they still fit into one tensor."""
         pairs = zip(images, turns.tolist(), strict=True)
-        return Batch(torch.stack([torch.rot90(image, k, (1, 2)) for image, k in pairs]), turns)
+        turned = [torch.rot90(image, k, (1, 2)) for image, k in pairs]
+        return Batch(torch.stack(turned), turns)
 
     def loss(self, theta: Tensor | None, phi: Phi, batch: Batch) -> Tensor:
-        """Mean over the images."""
+        """The cross entropy, as a mean over the images."""
         x = features(self.backbone, theta, batch.images)
         return F.cross_entropy(F.linear(x, phi["weight"], phi["bias"]), batch.turns)
 
