@@ -221,11 +221,16 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
         how = f"was trained on {what}, by content or by class and name"
         if not seen.by_content:
             how = f"was trained on images with the class and name of {what}"
+        as_before = (
+            f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset} as they"
+            " were"
+        )
+        if info.dataset == "own":  # no seed of the program has split them
+            as_before = "the splits that its script handed over"
         raise ValueError(
-            f"{how}, such as {names}; take its data seed,"
-            f" --data-seed {info.data_seed}, and the images of {info.dataset} as they were, or"
-            " align again. If they are other pictures, rename their files; a picture that both"
-            " data sets have, such as a placeholder, has to be removed here"
+            f"{how}, such as {names}; take {as_before}, or align again. If they are other pictures,"
+            " rename their files; a picture that both data sets have, such as a placeholder, has to"
+            " be removed here"
         )
     # Two benchmarks have no image in common. Of a user's own images that is not known.
     of_user = ("folder:", "own")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from toy import refusal
+from toy import photos_in, refusal
 
 from config import ALIGNED_RATES, RATES, FinetuneConfig
-from data import rng
+from data import Split, Task, folder, rng
 from evaluate import NOT_COMPARED, SWITCHES, WORDS, Comparison, compare, evaluate, read_arm
+from finetune import finetune
 from support.errors import UsageError
 
 
@@ -362,3 +363,28 @@ def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path
     row = evaluate(voc).arms[1]
     assert row.counts == [8000, 8200]
     assert row.first_minus_this is not None and row.first_minus_this.difference == -0.5
+
+
+def test_the_same_files_by_name_and_from_a_script_are_comparable(
+    weights: Path, tmp_path: Path
+) -> None:
+    """With class numbers that the script has exchanged they are not. No seed of a split is told."""
+    photos_in(tmp_path, [f"photos/{kind}/{k}.png" for kind in ("cat", "dog") for k in range(10)])
+    given: Any = {"backbone": "vit_mini", "weights": weights, "rank": 2, "lr": (1e-3,), "seeds": 1}
+    given |= {"epochs": 1, "warmup_epochs": 0, "batch": 4}
+    named = f"folder:{tmp_path}/photos"
+    finetune(FinetuneConfig(**given, dataset=named), tmp_path / "named")
+    task = folder(tmp_path / "photos", 0)
+    own = FinetuneConfig(**given, dataset="own", data_seed=3)
+    finetune(own, tmp_path / "own", task=task)
+    finetune(own, tmp_path / "called", task=task._replace(classes=["Katze", "Hund"]))
+    named_arm, own_arm, called_arm = evaluate(
+        [tmp_path / name for name in ("named", "own", "called")]
+    ).arms
+    assert named_arm.counts == own_arm.counts == called_arm.counts
+    assert own_arm.differs == called_arm.differs == {}
+    exchanged = [Split(part.images, 1 - part.targets) for part in (task.train, task.val, task.test)]
+    train, val, test = exchanged
+    finetune(own, tmp_path / "exchanged", task=Task("own", train, val, test, ["dog", "cat"]))
+    with pytest.raises(UsageError, match="exchanged: not comparable"):
+        evaluate([tmp_path / "named", tmp_path / "exchanged"])
