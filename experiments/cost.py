@@ -95,12 +95,15 @@ def closed_form(s: Sizes) -> tuple[float, float]:
 
 
 def cg(s: Sizes, per_image: PerImage, p_batch: int, iterations: int) -> float:
-    """Conjugate gradients: for each query a graph of the pretext batch, and some products."""
+    """Conjugate gradients: operations of all lines 13.
+
+    Each query makes a graph of the pretext batch, and takes a product in each iteration.
+    """
     return s.N_U * p_batch * (per_image.graph + iterations * per_image.product)
 
 
 def count(arch: Arch, rank: int) -> PerImage:
-    """Operations of one image, MAE as the pretext task."""
+    """Count the operations of one image in each kind of pass, with MAE as the pretext task."""
     with torch.device("meta"):
         backbone = Backbone(build_vit(arch)).requires_grad_(False)
         decoder = build_head(arch, "mae")

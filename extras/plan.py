@@ -102,7 +102,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     if is_finished(out):
         return found | {"about": NOTHING_LEFT}
     saved = read_checkpoint(cfg, out)
-    done = saved["optimisers"]["opt"]["step"] if saved else 0
+    done = saved["optimisers"]["opt"]["step"] if saved else 0  # steps
     if done:
         found["length"] += f"; {done} steps are done"
     if is_too_large(count_numbers_of_vit(cfg.arch()), device):
@@ -121,7 +121,7 @@ def plan_align(cfg: AlignConfig, out: Path, weights: Path | None, has_weights: b
     whether it is on this machine.
     """
     experiment = open_align(cfg, out, has_weights)
-    networks = experiment.networks
+    networks = experiment.networks  # without numbers if the weights are not here
     found = {"device": str(experiment.device)}
     found |= describe_weights(cfg, weights, networks)
     found |= describe_network(networks.arch, cfg.pretext)
@@ -206,7 +206,7 @@ def choose_loader(has_weights: bool) -> Loader:
 
 
 def expected_digest(out: Path, start: Start | None = None) -> str | None:
-    """Return the digest that weights should have which are not here; None if nothing names it.
+    """Return the digest of weights that are not on this machine; None if nothing names it.
 
     The adapter to start from names it, or else the run that is in `out`. With this digest, neither
     is refused as one of other weights.
@@ -246,7 +246,10 @@ def describe_weights(
 
 
 def describe_network(arch: Arch, pretext: str) -> Record:
-    """Return the network's sizes. Raises UsageError where its parts do not fit each other."""
+    """Return the sizes of the network and its images.
+
+    Raises UsageError where the parts of the network do not fit each other.
+    """
     with torch.device("meta"):  # shapes alone, no numbers
         build_head(arch, pretext)  # only to see whether it fits
     millions = count_numbers_of_vit(arch) / 1e6
@@ -544,7 +547,7 @@ def estimate_finetune(experiment: Tuning, trials: int, tests: int, has_weights: 
 def reckon(
     time_steps: Callable[[float], Seconds], smallest: int, device: torch.device, few: int = 2
 ) -> tuple[Seconds, str]:
-    """Return the seconds of whole steps, and a clause on their origin, empty if they were timed.
+    """Return the seconds of whole steps, and a text: how they were reckoned, "" if just timed.
 
     On a CPU, steps with few images are timed first. If these say that a whole step would take more
     than LONG_STEP, none is taken, and the seconds are those of the few images, multiplied.
@@ -577,7 +580,10 @@ def images_of_share(batch: int, share: float) -> int:
 
 
 def for_a_while(steps: Iterable[T], clock: Clock = time.perf_counter) -> Iterator[T]:
-    """Yield steps: a first one, which warms up, then MOST_STEPS, or fewer if they take long."""
+    """Yield steps: a first one, which warms up, then MOST_STEPS more.
+
+    It ends earlier as soon as the steps after the first one took LONG_ENOUGH together.
+    """
     began = 0.0
     for number, step in enumerate(steps):
         yield step
