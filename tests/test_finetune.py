@@ -338,6 +338,21 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
 # --- rates and epochs -----------------------------------------------------------------------------
 
 
+def test_the_bars_say_which_trials_choose_the_rate_and_which_are_for_the_result(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Two rates with one seed, then the best one with both: four trials, of which one is read."""
+    two = "--lr 1e-3,1e-2 --seeds 2 --epochs 1"
+    line = finetune_line(weights.parent, f"{two} --out {tmp_path}/f").replace("--quiet", "")
+    said = [text for text in run(line).err.splitlines() if text.startswith("trials")]
+    assert [text.split("  ")[0] for text in said] == [
+        "trials to choose the rate 1/2",
+        "trials to choose the rate 2/2",
+        "trials for the result 1/2",
+        "trials for the result 2/2",
+    ]
+
+
 def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path: Path) -> None:
     result = tune(weights, tmp_path / "two", lr=(1e-3, 1e30), epochs=1, optimizer="sgd")
     assert (result.lr, result.tried[1].val) == (1e-3, None)
