@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bisslight import Passes
 from config import AlignConfig, Record
-from data import rng
+from data import Stored, Task, rng
 from experiments.recipe import write_table
 from extras.plots import COLOURS, save
 from hypergradients import cg
@@ -78,9 +78,7 @@ def optimum(steps: int) -> Point:
     task = MAE(backbone, decoder, cfg.mask_ratio)
     pool = open_pool(cfg.pool, cfg.data_root)
     labelled = open_task(cfg.dataset, cfg.data_seed, cfg.data_root)
-    mean = torch.tensor(labelled.mean).double().view(3, 1, 1)
-    std = torch.tensor(labelled.std).double().view(3, 1, 1)
-    images = (torch.as_tensor(pool.images) - mean) / std
+    images = as_inputs(pool.images, labelled)
     unlabelled = images[torch.randperm(len(images), generator=rng(0, "order"))]
     theta = init_theta(arch.depth, 1, arch.dim, rng(0, "lora")).double().requires_grad_()
     fresh = init_head(arch.dim, len(labelled.classes), rng(2))
@@ -94,19 +92,33 @@ def optimum(steps: int) -> Point:
         return task.prepare(images, *task.draw(len(images), rng(seed, "mask")))
 
     trained_on = batch(0, 0)  # all steps take this batch, and the Hessian is of its loss
-    optimiser = torch.optim.AdamW([theta, *phi_P.values()], lr=3e-3, weight_decay=0.0)
-    for _ in range(steps):  # L^P alone: at the smallest λ the pull of Eq. 4 is nothing beside it
-        optimiser.zero_grad()
-        task.loss(theta, phi_P, trained_on).backward()
-        optimiser.step()
-    train = (torch.as_tensor(labelled.train.images) - mean) / std
-    examples = Examples(train, labelled.train.targets)
+    train(task, theta, phi_P, trained_on, steps)
+    examples = Examples(as_inputs(labelled.train.images, labelled), labelled.train.targets)
     g = Passes().gradients(partial(downstream_loss, backbone), theta, phi_D, examples).theta
     stored = []
     for i in range(1, 1 + max(STORED)):  # other batches than the one that was trained on
         other = batch(64 * i % (len(images) - 64), i)
         stored.append(Passes().gradients(task.loss, theta, phi_P, other).theta)
     return Point(task, theta, phi_P, trained_on, g, torch.stack(stored, 1))
+
+
+def as_inputs(images: Stored, normalised_as: Task) -> Tensor:
+    """Network inputs in float64, of images in memory; mean and std are those of a task."""
+    mean = torch.tensor(normalised_as.mean).double().view(3, 1, 1)
+    std = torch.tensor(normalised_as.std).double().view(3, 1, 1)
+    return (torch.as_tensor(images) - mean) / std
+
+
+def train(task: MAE, theta: Tensor, phi_P: Phi, batch: Batch, steps: int) -> None:
+    """Minimise L^P on one batch: change θ_P and φ_P in place.
+
+    The pull of Eq. 4 is left out, since at the smallest λ it is nothing beside L^P.
+    """
+    optimiser = torch.optim.AdamW([theta, *phi_P.values()], lr=3e-3, weight_decay=0.0)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        task.loss(theta, phi_P, batch).backward()
+        optimiser.step()
 
 
 def dense_hessian(point: Point) -> Tensor:
