@@ -61,9 +61,10 @@ def check_task(task: Task) -> None:
 
 
 def as_checked(task: Task) -> Task:
-    """A task of a script, with the name "own", tuples where lists are given, and fresh splits.
+    """Return a script's task with the name "own", classes in a list, plain numbers, and new splits.
 
-    Fresh, since `decode_once` remembers the images of a split, whose files may have changed.
+    The splits are new objects, since `decode_once` remembers the images of a split that it has met,
+    and their files may have changed since.
     """
     return task._replace(
         name="own",
@@ -99,7 +100,10 @@ def check_channels(mean: Channels, std: Channels) -> None:
 
 
 def check_images(images: Stored, name: str) -> None:
-    """Raise ValueError where they are neither pixels from 0 to 1 nor paths; `name` says whose."""
+    """Raise ValueError where images are neither pixels from 0 to 1 nor paths.
+
+    `name` says what has them, such as "train" or "pool".
+    """
     if not isinstance(images, Tensor | Sequence):
         kind = type(images).__name__
         raise ValueError(f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path")
@@ -132,7 +136,7 @@ def check_images(images: Stored, name: str) -> None:
 
 
 def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
-    """Raise ValueError where labels mean something else than `Split` says; `name` says whose."""
+    """Raise ValueError where labels of the split `name` mean something else than `Split` says."""
     labels = split.targets
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
@@ -153,8 +157,8 @@ def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
 def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
     """Raise ValueError where labels of images with several classes are not as `Split` says.
 
-    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, nothing would be wrong,
-    and the average precision of any network 100 %.
+    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, no answer could be
+    wrong, and the average precision of any network would be 100 %.
     """
     if labels.shape[1:] != (len(classes),):
         raise ValueError(
@@ -178,44 +182,50 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
 
 
 def find_doubts(task: Task, pixels: Mapping[Path, bytes] | None = None) -> list[str]:
-    """What nothing refuses, but who reads an accuracy has to know: a line for each.
+    """Return a line for each thing that is not refused, but that readers of an accuracy must know.
 
-    Splits that share images, images with two labels, images made from others, images of one colour,
-    classes that a split lacks, labels that are not counted, and names that other computers write
-    otherwise. `pixels` has a digest of the pixels of each image file that was read before.
+    Such things are: splits that share images, images with two labels, images made from others,
+    images of one colour, classes that a split lacks, labels that are not counted, and names that
+    other computers write otherwise. `pixels` has a digest of the pixels of each image file that was
+    read before.
     """
     doubts = find_common_images(task, pixels or {})
     doubts += find_converted(task) + find_derived(task) + find_decomposed(task)
     for name in SPLITS:
-        split: Split = getattr(task, name)
-        if isinstance(split.images, Tensor):
-            without_contrast = count_without_contrast(split.images)
-            if 2 * without_contrast > len(split.images):
-                doubts.append(
-                    f"{name}: {without_contrast} of {len(split.images)} images are of one colour"
-                )
-        labels = split.targets
-        lacking = [
-            kind
-            for kind, n in zip(task.classes, count_by_class(split, len(task.classes)), strict=False)
-            if n == 0
-        ]
-        if lacking:
-            doubts.append(f"{name} has no image of class {', '.join(lacking)}")
-        if labels.ndim == 2 and (labels == 0).sum() > (labels == -1).sum():
-            percent = 100 * float((labels == 0).float().mean())
+        doubts += find_doubts_of_split(name, getattr(task, name), task.classes)
+    return doubts
+
+
+def find_doubts_of_split(name: str, split: Split, classes: Sequence[str]) -> list[str]:
+    """Return a line if most images have one colour, if classes lack, and if few labels count."""
+    doubts = []
+    if isinstance(split.images, Tensor):
+        without_contrast = count_without_contrast(split.images)
+        if 2 * without_contrast > len(split.images):
             doubts.append(
-                f"{name}: {percent:.0f} % of the labels are 0, not counted. Is that meant?"
-                " 1 is yes, -1 no and 0 unknown; tables such as CheXpert's have 0 for no"
+                f"{name}: {without_contrast} of {len(split.images)} images are of one colour"
             )
+    # Not strict: of a subset, torchvision may know fewer names than numbers.
+    counts = zip(classes, count_by_class(split, len(classes)), strict=False)
+    lacking = [class_name for class_name, n in counts if n == 0]
+    if lacking:
+        doubts.append(f"{name} has no image of class {', '.join(lacking)}")
+    labels = split.targets
+    if labels.ndim == 2 and (labels == 0).sum() > (labels == -1).sum():
+        percent = 100 * float((labels == 0).float().mean())
+        doubts.append(
+            f"{name}: {percent:.0f} % of the labels are 0, not counted. Is that meant?"
+            " 1 is yes, -1 no and 0 unknown; tables such as CheXpert's have 0 for no"
+        )
     return doubts
 
 
 def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
-    """A line for each two splits that have equal images, and for each with one under two labels.
+    """Return a line for each two splits with equal images, and for each with one under two labels.
 
-    Images are equal if their pixels are. Of splits with files that were not read before, which are
-    not in `pixels`, those are equal that have the same bytes, see `digests_of_files`.
+    Images are equal if their pixels are. `pixels` has a digest of these for each file that was read
+    before; if it lacks a file of a split, that split is compared by the bytes of files, see
+    `digests_of_files`.
     """
     splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
     of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
@@ -243,7 +253,7 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
 
 
 def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]:
-    """sha256 of the pixels of each image; [] where there are files that are not in `pixels`.
+    """Return the sha256 of the pixels of each image; [] if a file is not in `pixels`.
 
     Images in memory are compared to 8 bits: how they were divided by 255 does not matter.
     """
@@ -255,10 +265,10 @@ def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]
 
 
 def digests_of_files(splits: Mapping[str, Split]) -> dict[str, set[bytes]]:
-    """Of each split, sha256 of the files that have the size of one in another split.
+    """Return for each split the sha256 of its files that have the size of a file in another split.
 
-    At most 20,000 of each split are read, evenly spaced; then there may be more equal ones than are
-    found. A split of more than 100,000 files, or of images in memory, has none.
+    At most 20,000 files of each split are read, evenly spaced, so of more files not all equal ones
+    are found. A split of more than 100,000 files, or of images in memory, has none.
     """
     sizes = {name: sizes_of(split.images) for name, split in splits.items()}
     splits_by_size = Counter[int]()  # in how many splits a file of this size is
@@ -273,14 +283,14 @@ def digests_of_files(splits: Mapping[str, Split]) -> dict[str, set[bytes]]:
 
 
 def sizes_of(images: Stored) -> dict[Path, int]:
-    """How many bytes each file has; none of images in memory, nor of more than 100,000 files."""
+    """Return how many bytes each file has; {} for images in memory or more than 100,000 files."""
     if isinstance(images, Tensor) or len(images) > MOST_SIZES:
         return {}
     return {file: size_of(file) for file in images}
 
 
 def count_with_two_labels(digests: Sequence[bytes], labels: Tensor) -> int:
-    """How many different pictures have two labels or more; `digests` may be [], where it is 0.
+    """Return how many different pictures have two labels or more; 0 if `digests` is [].
 
     >>> count_with_two_labels([b"a", b"a", b"b", b"b"], torch.tensor([0, 1, 2, 2]))
     1
@@ -292,21 +302,21 @@ def count_with_two_labels(digests: Sequence[bytes], labels: Tensor) -> int:
 
 
 def find_converted(task: Task) -> list[str]:
-    """A line if files beside each other have equal names but for their endings, in two splits.
+    """Return a line if two files beside each other, in two splits, differ only in their endings.
 
-    So it is where images were converted and the originals were kept, see `holdout`.
+    This happens where images were converted and the originals were kept: `holdout` splits by name.
     """
-    # Of each file without its ending: the splits and endings with which it was met.
+    # From the path of a file without its ending to the splits and endings with which it was met.
     met = defaultdict[Path, set[tuple[str, str]]](set)
     twins = list[Path]()
     for name in SPLITS:
         images = getattr(task, name).images
         for file in [] if isinstance(images, Tensor) else images:
             ending = file.suffix.lower()
-            before = met[file.with_suffix("")]
-            if any(split != name and other != ending for split, other in before):
+            met_before = met[file.with_suffix("")]
+            if any(split != name and other != ending for split, other in met_before):
                 twins.append(file)
-            before.add((name, ending))
+            met_before.add((name, ending))
     if not twins:
         return []
     return [
@@ -316,7 +326,7 @@ def find_converted(task: Task) -> list[str]:
 
 
 def find_decomposed(task: Task) -> list[str]:
-    """A line if names of classes or files have accents as characters of their own (Unicode's NFD).
+    """Return a line if names of classes or files have accents as separate characters (NFD).
 
     Older Macs write names so. Splits and the order of classes depend on names, so a copy of the
     folder whose names are NFC gives other numbers.
@@ -348,9 +358,10 @@ DERIVED = re.compile(
 
 
 def find_derived(task: Task) -> list[str]:
-    """A line if files look as if made from one beside them, such as 0_mask.png from 0.png.
+    """Return a line if files look as if made from one beside them, such as 0_mask.png from 0.png.
 
-    They would count as images of the class, and a split by hash parts them from their original.
+    They would count as images of the class, and `holdout` may put them into another split than
+    their original.
     """
     files = set[Path]()
     for name in SPLITS:
@@ -359,8 +370,8 @@ def find_derived(task: Task) -> list[str]:
     without_ending = {file.with_suffix("") for file in files}
     derived = []
     for file in sorted(files):
-        found = DERIVED.fullmatch(file.stem)
-        if found and file.with_name(found["original"]) in without_ending:
+        match = DERIVED.fullmatch(file.stem)
+        if match and file.with_name(match["original"]) in without_ending:
             derived.append(file)
     if not derived:
         return []
@@ -372,6 +383,6 @@ def find_derived(task: Task) -> list[str]:
 
 
 def count_without_contrast(images: Tensor) -> int:
-    """How many images (of shape (images, 3, height, width)) have one colour only."""
-    same = images.amax((2, 3)) == images.amin((2, 3))  # (images, 3)
-    return int(same.all(1).sum())
+    """Return how many images (of shape (images, 3, height, width)) have one colour only."""
+    is_constant = images.amax((2, 3)) == images.amin((2, 3))  # (images, 3): each channel
+    return int(is_constant.all(1).sum())

@@ -59,7 +59,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -72,9 +72,9 @@ class Busy(UsageError):
 def locked(path: Path, wait: bool) -> Iterator[None]:
     """Make a directory, and lock it while the block runs; one process, or one torchrun, at a time.
 
-    The lock ends with this process, even by kill -9; where there is no such lock, `check_locks`
-    refuses. If another process has it, wait for that, or without `wait` raise Busy. Raises Stopped
-    after a signal.
+    The lock ends with this process, even by kill -9; a file system without such locks is refused
+    (UsageError). If another process has the lock, wait until that lets it go, or without `wait`
+    raise Busy. Raises Stopped after a signal.
     """
     lock = FileLock(path / ".lock")
     is_told = False
@@ -100,7 +100,7 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()  # of a process that does not have it, nothing
+        lock.release()  # does nothing in torchrun's other processes, which do not have it
 
 
 def check_locks(lock: Path) -> None:

@@ -17,16 +17,15 @@ from support.screen import draw_table, format_accuracies
 class Score(BaseModel, frozen=True):
     """How good a model is on a split, such as the test images."""
 
-    accuracy: float = Field(
-        ge=0, le=100
-    )  # percent: top-1, or mAP where an image has several classes
+    # In percent: top-1, or mAP where an image has several classes.
+    accuracy: float = Field(ge=0, le=100)
     loss: float  # mean over the images
     per_class: float | None = None  # percent: mean of the accuracies in each class; None with mAP
     right: int | None = None  # how many images were right; None with mAP
 
     @property
     def count(self) -> int:
-        """What arms are compared by: images that were right, or of mAP hundredths of a point."""
+        """Return what arms are compared by: how many images were right, or mAP in 0.01 points."""
         return round(100 * self.accuracy) if self.right is None else self.right
 
 
@@ -66,14 +65,17 @@ class AdapterInfo(BaseModel, frozen=True):
     unlike_paper: Record = {}
     # These are set by finetune alone.
     lr: float | None = None
-    # What its own start says; of a fresh θ, that is nothing. None: it does not say its start.
+    # What the adapter that it started from says; AdapterInfo() if it started from a fresh θ. None:
+    # it does not say what it started from.
     origin: "AdapterInfo | None" = None
     earlier_seeds: list[int] = []  # of the finetune runs that it came from, the first one first
     classes: list[str] = []
     several_classes: bool = False  # whether an image may be of several
 
     def without_seeds(self) -> Self:
-        """The same without its seeds and those of all runs before it, which seeds of an arm share.
+        """Return the same without the seeds of its run and of all runs before.
+
+        What is left is what the seeds of an arm have in common.
 
         >>> info = AdapterInfo(seed=3, origin=AdapterInfo(seed=1))
         >>> info.without_seeds() == AdapterInfo(origin=AdapterInfo())
@@ -158,9 +160,9 @@ def read_result(run: Path) -> FinetuneResult:
 
 
 def check_tests(tests: Sequence[Score], metric: Metric, images: int) -> None:
-    """Raise ValueError if scores of so many test images contradict themselves.
+    """Raise ValueError if scores contradict themselves, as in a file that was edited.
 
-    So it is in a file that was edited.
+    `images` is the number of test images.
     """
     for test in tests:
         if metric == "11-point mAP":
@@ -174,7 +176,7 @@ def check_tests(tests: Sequence[Score], metric: Metric, images: int) -> None:
 
 
 def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
-    """What is done anew for each seed, which is what p-values are about.
+    """Return in words what is done anew for each seed: what p-values are about.
 
     `stage` is the command that made the adapters that trials start from; None: a fresh θ.
     """
@@ -189,7 +191,11 @@ def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
 
 
 def seconds_before(trials: Sequence[TrialResult]) -> float | None:
-    """CPU seconds of the runs that trials start from, each counted once; None: some are unknown."""
+    """Return the CPU seconds of the runs that trials start from, each counted once.
+
+    Returns None where those of a run are unknown.
+    """
+    # By the digest of the adapter that a run has made: several trials may start from one.
     by_start = {trial.start_sha256: trial.start_cpu_seconds for trial in trials}
     known = [seconds for seconds in by_start.values() if seconds is not None]
     return sum(known) if len(known) == len(by_start) else None
