@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data import (
     MOST_SIZES,
+    NO_CLASS,
     SPLITS,
     Channels,
     Pool,
@@ -360,6 +361,8 @@ DERIVED = re.compile(
 def find_derived(task: Task) -> list[str]:
     """Return a line if files look as if made from one beside them, such as 0_mask.png from 0.png.
 
+    So does a file in a folder of masks that has the name of one above it: masks/0.png of 0.png.
+
     They would count as images of the class, and `holdout` may put them into another split than
     their original.
     """
@@ -371,7 +374,10 @@ def find_derived(task: Task) -> list[str]:
     derived = []
     for file in sorted(files):
         match = DERIVED.fullmatch(file.stem)
-        if match and file.with_name(match["original"]) in without_ending:
+        is_changed = match and file.with_name(match["original"]) in without_ending
+        # Such as cat/masks/0.png of cat/0.png
+        is_in_masks = NO_CLASS.get(file.parent.name.lower()) == "mask"
+        if is_changed or (is_in_masks and file.parent.parent / file.stem in without_ending):
             derived.append(file)
     if not derived:
         return []

@@ -21,7 +21,7 @@ def find_imports(file: Path) -> dict[str, Path]:
     module of this program or of Python goes before one of the same name in the folder, so such a
     one is none of them. Raises OSError and SyntaxError.
     """
-    folder = file.resolve().parent
+    folder = file.parent.resolve()  # of a link to a file, it is that of the link
     taken = sys.stdlib_module_names | names_of_program()
     found: dict[str, Path] = {}
     to_read = [(file, "")]  # files, and the package that each one is in; "": none
@@ -86,8 +86,18 @@ def digest_of_imports(file: Path) -> str | None:
 def forget_imports(file: Path) -> None:
     """Make Python read anew what a file imports, which may have been edited since it was loaded.
 
-    Raises UsageError where another file has been loaded under one of the names, such as that of
-    another pretext task in the same process, since Python would take it.
+    Raises UsageError as `check_loaded` does.
+    """
+    check_loaded(file)
+    for name in find_imports(file):
+        sys.modules.pop(name, None)
+
+
+def check_loaded(file: Path) -> None:
+    """Refuse (UsageError) a file that imports others under names that Python knows otherwise.
+
+    Such a name is that of another pretext task's file in the same process, or that of an installed
+    package. Python takes those, and the digest would be of a file that is not used.
     """
     for name, path in find_imports(file).items():
         loaded = getattr(sys.modules.get(name), "__file__", None)
@@ -96,4 +106,3 @@ def forget_imports(file: Path) -> None:
                 f"--pretext {file}: imports {path}, but this process has loaded {loaded} under the"
                 " same name; rename one of them, or run each in a process of its own"
             )
-        sys.modules.pop(name, None)

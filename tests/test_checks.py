@@ -335,3 +335,13 @@ def test_masks_and_changed_copies_beside_their_originals_are_told(tmp_path: Path
     photos_in(tmp_path, [f"{name}.png" for name in made])
     (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
     assert "beside them: 5, such as" in line and "cat/1_mask_2.png" in line
+
+
+def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
+    """Where they have the names of images above them; a class may have folders of other names."""
+    names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(6)]
+    photos_in(tmp_path, [*names, "cat/more/1.png", "dog/labels/scan.png"])
+    assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    photos_in(tmp_path, ["cat/Masks/1.tif", "dog/labels/2.png"])
+    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    assert "beside them: 2, such as" in line and "cat/Masks/1.tif" in line

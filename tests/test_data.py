@@ -152,6 +152,8 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("cat", "cat/train", "cat/test", "dog", "dog/train"), "cat holds test and train"),
         (("cat", "dog", "dog/Train", "dog/Val"), "dog holds Train and Val: .* as .*/Train/dog;"),
         (("cat", "cat/test", "dog", "dog/test"), "cat and dog both hold a folder test"),
+        (("cat", "cat/training", "cat/Testing", "dog"), "cat holds Testing and training"),
+        (("cat", "cat/valid", "dog", "dog/valid"), "cat and dog both hold a folder valid"),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(

@@ -10,7 +10,8 @@ import pytest
 from toy import done, refusal
 
 from config import OMNIGLOT
-from support.imports import digest_of_imports, find_imports
+from support.errors import UsageError
+from support.imports import check_loaded, digest_of_imports, find_imports, forget_imports
 
 EXAMPLE = Path(__file__).parents[1] / "examples/rotation.py"
 TASK = """
@@ -61,6 +62,22 @@ def test_imports_are_those_of_the_folder_whoever_imports_them(tmp_path: Path) ->
     call = [sys.executable, "-c", script, str(tmp_path)]
     loaded = subprocess.run(call, capture_output=True, text=True, check=True, cwd="/").stdout
     assert {*loaded.split()} - {"data", "task"} == {*IMPORTED}
+
+
+def test_a_name_that_python_knows_otherwise_is_refused(tmp_path: Path) -> None:
+    """That of an installed package, whether or not it was loaded before; a link is no matter."""
+    write(tmp_path, {"real/task.py": "import timm, helper\n", "folder/timm.py": ""})
+    write(tmp_path, {"folder/helper.py": "", "real/helper.py": ""})
+    (tmp_path / "folder/task.py").symlink_to(tmp_path / "real/task.py")
+    found = find_imports(tmp_path / "folder/task.py")
+    assert {path.parent for path in found.values()} == {tmp_path / "folder"}
+    import timm
+
+    with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
+        forget_imports(tmp_path / "folder/task.py")
+    assert sys.modules["timm"] is timm
+    with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
+        check_loaded(tmp_path / "folder/task.py")
 
 
 def test_the_digest_is_of_all_that_is_imported_and_of_nothing_else(tmp_path: Path) -> None:
