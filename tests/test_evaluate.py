@@ -386,5 +386,10 @@ def test_the_same_files_by_name_and_from_a_script_are_comparable(
     exchanged = [Split(part.images, 1 - part.targets) for part in (task.train, task.val, task.test)]
     train, val, test = exchanged
     finetune(own, tmp_path / "exchanged", task=Task("own", train, val, test, ["dog", "cat"]))
-    with pytest.raises(UsageError, match="exchanged: not comparable"):
+    with pytest.raises(UsageError, match=r"exchanged: not comparable, .*/photos; give"):
         evaluate([tmp_path / "named", tmp_path / "exchanged"])
+    pixels = torch.rand(6, 3, 8, 8, generator=rng(0))
+    part = Split(pixels, torch.tensor([0, 1] * 3))
+    finetune(own, tmp_path / "memory", task=Task("own", part, part, part, ["cat", "dog"]))
+    with pytest.raises(UsageError, match=r"\(in memory, images are not known as those of files\)"):
+        evaluate([tmp_path / "named", tmp_path / "memory"])
