@@ -327,10 +327,13 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text('{"accuracy": 3}')
     (tmp_path / "adapter-soup.safetensors").write_bytes(b"mine")
+    backup = shutil.copytree(tmp_path / "lr0.01-s0", tmp_path / "lr0.01-s0.bak")
     before = contents(tmp_path)
     result = tune(weights, tmp_path, lr=(1e-2,), seeds=2)
     assert [trial.seed for trial in result.trials] == [0, 1]
+    assert result.seconds == pytest.approx(sum(trial.seconds for trial in result.trials))
     assert len(find_adapters(tmp_path)) == 2
+    assert json.loads((backup / "result.json").read_text())["seed"] == 0
     foreign = ("lr_mine-s0/result.json", "lr0.5-s7/result.json", "adapter-soup.safetensors")
     assert all((tmp_path / name).read_bytes() == before[tmp_path / name] for name in foreign)
 
