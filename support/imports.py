@@ -91,6 +91,9 @@ def forget_imports(file: Path) -> None:
     check_loaded(file)
     for name in find_imports(file):
         sys.modules.pop(name, None)
+        package, _, own_name = name.rpartition(".")
+        if hasattr(sys.modules.get(package), own_name):  # `from package import it` would take that
+            delattr(sys.modules[package], own_name)
 
 
 def check_loaded(file: Path) -> None:

@@ -72,6 +72,26 @@ class AdapterInfo(BaseModel, frozen=True):
     classes: list[str] = []
     several_classes: bool = False  # whether an image may be of several
 
+    def seeds_of_runs(self) -> list[int]:
+        """Return the seeds of the run and of all runs before it, the last one first.
+
+        It is [] where a seed is not known, as for adapters of older versions.
+
+        >>> aligned = AdapterInfo(stage="align", seed=1)
+        >>> AdapterInfo(stage="finetune", seed=3, origin=aligned).seeds_of_runs()
+        [3, 1]
+        """
+        if self.seed is None:
+            return []
+        if self.stage != "finetune":  # align starts from a fresh θ
+            return [self.seed]
+        if self.origin is None:
+            return []
+        if self.origin.stage is None:  # a fresh θ
+            return [self.seed]
+        seeds_before = self.origin.seeds_of_runs()
+        return [self.seed, *seeds_before] if seeds_before else []
+
     def without_seeds(self) -> Self:
         """Return the same without the seeds of its run and of all runs before.
 
@@ -104,7 +124,7 @@ class TrialResult(BaseModel, frozen=True):
     epoch: int | None = None  # number of the best epoch, from 1
     diverged: str | None = None  # where and how
     start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
-    start_seed: int | None = None  # of the run that made that adapter, if it says so
+    start_seeds: list[int] = []  # of the runs before it, see `AdapterInfo.seeds_of_runs`
     start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
     cpu_seconds: float = Field(ge=0)
     seconds: float = Field(ge=0)

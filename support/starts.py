@@ -53,8 +53,8 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
         )
     else:
         starts = [read_start(file) for file in files[: cfg.seeds]]
-    check_seeds(starts, cfg)
     check_alike(starts)
+    check_seeds(starts, cfg)
     check_settings(starts[0], cfg)
     return starts
 
@@ -67,18 +67,17 @@ def read_start(file: Path) -> Start:
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) starts whose runs would count as independent, and are not."""
     own_seeds = range(cfg.seed, cfg.seed + cfg.seeds)
-    align_starts: dict[int, Start] = {}  # by the seed of the align run
+    start_by_seeds: dict[tuple[int, ...], Start] = {}
     for start in starts:
         if start.info.stage == "finetune":
             check_earlier_seeds(start, own_seeds)
-        seed = start.info.seed
-        if start.info.stage == "align" and seed is not None:
-            # Two adapters of one align seed are one align run, made twice.
-            first = align_starts.setdefault(seed, start)
+        if seeds := start.info.seeds_of_runs():
+            # Two adapters of the same seeds are one run, made twice.
+            first = start_by_seeds.setdefault(tuple(seeds), start)
             if first.sha256 != start.sha256:
                 raise UsageError(
-                    f"--from {start.file}: is of align seed {seed}, as {first.file};"
-                    " remove one of them"
+                    f"--from {start.file}: is of {start.info.stage} seed {seeds[0]}, as"
+                    f" {first.file}; remove one of them"
                 )
     different = len({start.sha256 for start in starts})
     if different not in (1, len(starts)):  # neither one for all seeds nor one for each
@@ -343,7 +342,7 @@ def seconds_until(file: Path | None) -> float | None:
     result_file = file.parent / "result.json"
     # An adapter of a finetune run lies in one of its trials, a directory inside that of the run.
     finetune_result = file.parent.parent / "result.json"
-    if finetune_result.exists() and "trials" in read_json(finetune_result):
+    if finetune_result.exists() and is_of_trial(file, read_json(finetune_result)):
         result_file = finetune_result
     if not result_file.exists():
         return None
@@ -354,3 +353,12 @@ def seconds_until(file: Path | None) -> float | None:
         return None
     seeds = len(result.get("trials", [0]))  # an align run has no trials: it is of one seed
     return float(seconds + seconds_before) / seeds
+
+
+def is_of_trial(file: Path, result: Record) -> bool:
+    """Whether an adapter lies where a trial of a finetune run with this result has its own.
+
+    An align run may lie inside the directory of a finetune run, too.
+    """
+    trials = [*result.get("trials", []), *result.get("tried", [])]
+    return file.parent.name in {f"lr{trial['lr']}-s{trial['seed']}" for trial in trials}

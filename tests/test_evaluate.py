@@ -60,7 +60,7 @@ def finished(
     images: int = 1000,
     start: str | None = None,
     before: float | None = 0.0,
-    start_seed: int | None = None,
+    start_seeds: tuple[int, ...] = (),
     versions: tuple[str, ...] = (),
     **changes: Any,
 ) -> Path:
@@ -90,7 +90,7 @@ def finished(
         tests.append({"accuracy": accuracy, "loss": 1.0, "right": right})
         trial = {"lr": 1e-3, "seed": seed + k, "val": tests[-1], "cpu_seconds": 8.0, "seconds": 9.0}
         trial |= {"start_sha256": start or by, "start_cpu_seconds": before}
-        trial |= {"start_seed": start_seed}
+        trial |= {"start_seeds": start_seeds}
         trials.append(trial)
     result: dict[str, Any] = {"tests": tests, "trials": trials, "metric": metric}
     result |= {"origin": said | (origin or {}), "versions": versions}
@@ -168,14 +168,17 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs
         again: Any = {"by": "mfac", "start": align_run, "seed": 5}
         finished(tmp_path / "again" / align_run, [70.0, 71.0], **again)
     for k in "01":  # made twice, such as with and without micro-batches
-        again = {"by": "mfac", "start": k, "start_seed": 3, "seed": 5}
+        again = {"by": "mfac", "start": k, "start_seeds": (3,), "seed": 5}
         finished(tmp_path / "remade" / k, [70.0], **again)
+        again = {"origin": {"stage": "finetune"}, "start": k, "start_seeds": (0, 3), "seed": 5}
+        finished(tmp_path / "retuned" / k, [70.0], **again)
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
     named = {"mixed": "LoRA of rank 4 and LoRA of rank 64", "both": "aligned with M-FAC and not"}
     named |= {"twice": "a seed is there twice", "changed": "labelled images other and labelled"}
     named |= {"again": "a start is there twice", "remade": "two align runs have the same seed"}
+    named |= {"retuned": "two finetune runs have the same seed"}
     messages = {name: f"its runs are no seeds of one arm: .*{x}" for name, x in named.items()}
     messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")
     for name, message in messages.items():
@@ -243,6 +246,11 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     )
     pull = told("pull", unlike_paper={"lam": 1.0, "pool": "/scratch"})
     assert pull == "pull: align with λ 1.0 (one: align with λ as in the paper)"
+    hypergradient = told("hypergradient", hypergrad="identity", unlike_paper={"lam": 1.0})
+    assert hypergradient == (
+        "hypergradient: align with λ 1.0 (one: align with λ as in the paper);"
+        " aligned with no curvature (one: aligned with M-FAC)"
+    )
     precision = told("precision", unlike_paper={"amp": False})
     there = "(one: align with bfloat16 on a GPU)"
     assert precision == f"precision: align with float32 throughout {there}"

@@ -39,7 +39,7 @@ from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult
-from support.starts import Start, check_settings
+from support.starts import Start, check_settings, seconds_until
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -679,6 +679,30 @@ def test_two_align_runs_of_one_seed_are_no_two_seeds(
         tune(weights, tmp_path / "out", start=runs, seeds=2)
 
 
+def test_two_fine_tunings_of_the_same_seeds_are_one(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """As with other micro-batches; after two align runs, equal seeds of PEFT are two, though."""
+    for name, changes in (("a", {}), ("b", {"micro_batch": 7})):
+        tune(weights, tmp_path / "direct" / name, lr=(1e-2,), **changes)  # type: ignore[arg-type]
+    restart: Record = {"seed": 100, "seeds": 2, "lr": (1e-2,)}
+    with pytest.raises(UsageError, match=r"b/\S*: is of finetune seed 0, as \S*a/"):
+        tune(weights, tmp_path / "restart", start=tmp_path / "direct", **restart)
+    for name in ("s2", "s10"):
+        tune(weights, tmp_path / "tuned" / name, lr=(1e-2,), start=aligned / name)
+    result = tune(weights, tmp_path / "restart", start=tmp_path / "tuned", **restart)
+    assert [trial.start_seeds for trial in result.trials] == [[0, 2], [0, 10]]
+
+
+def test_an_align_run_inside_of_a_finetune_run_has_its_own_seconds(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    tune(weights, tmp_path / "run", lr=(1e-2,))
+    inside = shutil.copytree(aligned / "s2", tmp_path / "run/aligned")
+    own = json.loads((inside / "result.json").read_text())["cpu_seconds"]
+    assert seconds_until(inside / "adapter.safetensors") == own
+
+
 def test_align_runs_may_have_read_copies_of_the_same_images(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
@@ -688,7 +712,7 @@ def test_align_runs_may_have_read_copies_of_the_same_images(
     unlike = load_adapter(runs / "s10/adapter.safetensors").info.unlike_paper
     with_info(runs / "s10", **moved, unlike_paper=unlike | {"pool": "folder:/scratch1/pool"})
     result = tune(weights, tmp_path / "out", start=runs, seeds=2, lr=(1e-2,))
-    assert [trial.start_seed for trial in result.trials] == [2, 10]
+    assert [trial.start_seeds for trial in result.trials] == [[2], [10]]
     with_info(runs / "s10", pool_sha256="another")
     with pytest.raises(
         UsageError, match=r"differs in more than the seed .*: pool_sha256; give runs that"

@@ -1,6 +1,7 @@
 """Files that a pretext task of one's own imports: which they are, and that a run is theirs, too."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -140,3 +141,20 @@ def test_an_edited_import_is_another_run_and_is_read_anew() -> None:
     del config["imports_sha256"]
     Path("r2/config.json").write_text(json.dumps(config))
     done(line("a", "r2"))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_edited_module_of_a_folder_without_init_is_read_anew() -> None:
+    """`from folder import module` would take the one that the folder was loaded with."""
+    write(
+        Path("a"), {"task.py": "from bare_folder import scale\n", "bare_folder/scale.py": "K = 1"}
+    )
+    task = Path("a/task.py").resolve()
+    sys.path.insert(0, str(task.parent))
+    try:
+        assert runpy.run_path(str(task))["scale"].K == 1
+        write(Path("a"), {"bare_folder/scale.py": "K = 100"})
+        forget_imports(task)
+        assert runpy.run_path(str(task))["scale"].K == 100
+    finally:
+        sys.path.remove(str(task.parent))
