@@ -222,11 +222,12 @@ def find_doubts_of_split(name: str, split: Split, classes: Sequence[str]) -> lis
 
 
 def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
-    """Return a line for each two splits with equal images, and for each with one under two labels.
+    """Return a line for each two splits with equal images, and for each split with copies in it.
 
-    Images are equal if their pixels are. `pixels` has a digest of these for each file that was read
-    before; if it lacks a file of a split, that split is compared by the bytes of files, see
-    `digests_of_files`.
+    Copies are told in validation and test, where each of them counts; in any split, if their labels
+    differ. Images are equal if their pixels are. `pixels` has a digest of these for each file that
+    was read before; if it lacks a file of a split, that split is compared by the bytes of files,
+    see `digests_of_files`.
     """
     splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
     of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
@@ -246,6 +247,16 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
         if n:
             images = "an image" if n == 1 else f"{n} images"
             lines.append(f"{one} and {two} have {images} in common: {meaning}")
+    for name, meaning in (
+        ("val", "epochs and rates are chosen by each image"),
+        ("test", "each image counts in the accuracy, and in its interval"),
+    ):
+        digests = of_each[name]
+        different = len({*digests})
+        if different < len(digests):
+            lines.append(
+                f"{name}: its {len(digests)} images are {different} different pictures: {meaning}"
+            )
     for name, split in splits.items():
         n = count_with_two_labels(of_each[name], split.targets)
         if n:

@@ -167,13 +167,49 @@ def test_a_picture_with_two_labels_is_told_in_folders_and_in_memory(tmp_path: Pa
     shutil.copy(tmp_path / "test/cat/1.png", tmp_path / "test/dog/copy.png")
     task = folder(tmp_path, 0)
     said = "test: pictures that are there twice, with different labels: 1"
-    assert find_doubts(task, read_before(task)) == [said]
+    counted = "test: its 7 images are 6 different pictures: each image counts in the accuracy"
+    first, second = find_doubts(task, read_before(task))
+    assert first.startswith(counted) and second == said
     twice = torch.cat([PIXELS[:3], PIXELS[:3]])
     splits = [Split(torch.rand(6, 3, 8, 8), torch.tensor([0, 1, 2] * 2)) for _ in range(2)]
     for labels, n in (([0, 1, 2, 0, 1, 2], 0), ([0, 1, 2, 1, 2, 2], 2)):
         last = Split(twice, torch.tensor(labels))
         lines = find_doubts(Task("own", *splits, last, ["a", "b", "c"]))
         assert [line for line in lines if "twice" in line] == [f"{said[:-1]}{n}"] * bool(n)
+
+
+def test_an_image_that_counts_several_times_is_told(tmp_path: Path) -> None:
+    """In folders, in lists with a path twice or in two ways, and in memory; not of training."""
+    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
+    task = folder(tmp_path, 0)
+    test = [*map(Path, task.test.images)]
+    in_other_words = [file.parent / ".." / file.parent.name / file.name for file in test]
+    val = Split([*task.val.images] * 2, task.val.targets.repeat(2))
+    listed = task._replace(
+        train=Split([*task.train.images] * 2, task.train.targets.repeat(2)),
+        val=val,
+        test=Split([*test * 9, *in_other_words], task.test.targets.repeat(10)),
+    )
+    in_val = "val: its 12 images are 6 different pictures: epochs and rates are chosen by each"
+    in_test = "test: its 60 images are 6 different pictures: each image counts in the accuracy,"
+    for found, line in zip(
+        find_doubts(listed, read_before(listed)), (in_val, in_test), strict=True
+    ):
+        assert found.startswith(line)
+
+    for file in tmp_path.glob("test/*/*.png"):
+        for k in range(9):
+            Image.open(file).save(file.with_name(f"{file.stem} ({k}).bmp"))
+    task = folder(tmp_path, 0)
+    (line,) = find_doubts(task, read_before(task))
+    assert line.startswith(in_test)
+
+    labels = torch.tensor([0, 1, 2] * 2)
+    parts = [Split(torch.rand(6, 3, 8, 8), labels) for _ in SPLITS]
+    repeated = Split(torch.cat([parts[2].images] * 10), labels.repeat(10))  # type: ignore[list-item]
+    (line,) = find_doubts(Task("own", *parts[:2], repeated, ["a", "b", "c"]))
+    assert line.startswith(in_test)
 
 
 def test_one_file_in_two_splits_is_no_converted_namesake(tmp_path: Path) -> None:

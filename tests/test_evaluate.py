@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -261,6 +262,27 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     assert version == "version: made by bisslight 2 (one: made by bisslight 1)"
     both = told("both", versions=("bisslight 1", "bisslight 2"))
     assert both == "both: by several versions: bisslight 1; bisslight 2"
+
+
+def test_the_image_size_of_the_run_before_is_compared(tmp_path: Path) -> None:
+    """That of align, and that of an earlier fine-tuning; an older adapter says none."""
+    sizes = {
+        name: {"arch": {"image_size": size, "patch_size": 16}}
+        for name, size in (("one", 32), ("same", 32), ("other", 64))
+    }
+    sizes["older"] = {}
+    for stage, start in (("align", "align with"), ("finetune", "its start:")):
+        for name, arch in sizes.items():
+            said: Any = arch | ({} if stage == "align" else {"stage": stage, "origin": {}})
+            finished(tmp_path / stage / name, [70.0], by="mfac", start=name, origin=said)
+        arms = evaluate([tmp_path / stage / name for name in sizes]).arms
+        told = {arm.arm: [*arm.differs.values()] for arm in arms}
+        assert told["same"] == told["older"] == []
+        assert told["other"] == [(f"{start} image size 64", f"{start} image size 32")]
+        for name in ("same", "older"):
+            shutil.rmtree(tmp_path / stage / name)
+        with pytest.raises(UsageError, match=f"no seeds of one arm: {start} image size 64 and"):
+            read_arm(tmp_path / stage)
 
 
 def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_path: Path) -> None:
