@@ -69,7 +69,7 @@ def settings_of_cell(cell: Cell, out: Path) -> Record:
     }
 
 
-@cache  # candidates of phase 1 share it
+@cache  # phase 1 has candidates that differ in PEFT's rate alone: they share it
 def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     """θ_P of what `align` does with these settings, without a run directory."""
     length = {"alternations": alternations, "warmup": alternations // 10}

@@ -68,7 +68,10 @@ def end(run: plan.Run, length: str) -> float:
 
 
 def arm_rows(runs: Runs) -> list[Record]:
-    """A row for each arm: means over its runs, without p; of three queries three numbers."""
+    """A row for each arm: means over its runs, without p. `worst` is the largest of all.
+
+    |q|/|g|, cosine and residual have three numbers, one for each upper step of an alternation.
+    """
     rows: list[Record] = []
     for arm in plan.ARMS:
         of_arm = [run for run in runs.values() if run.arm == arm]
