@@ -134,8 +134,7 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (("Training/cat", "Training/dog", "Testing/cat", "Testing/dog"), "Testing and Training"),
-        (("Training/cat", "Training/dog", "Testing/cat"), "both hold a folder cat"),
+        (("Training/cat", "Training/dog", "Testing/cat"), "Training; parts are named train, val"),
         (("colour/cat", "colour/dog", "grey/cat", "grey/dog", "docs"), "colour and grey"),
         (("set/cat", "set/dog", "set (1)/cat", "set (1)/dog"), "both hold a folder cat"),
         (("seg_train/cat", "seg_test/dog"), "named train, val and test"),
@@ -150,10 +149,17 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("train/cat", "train/dog", "valid/cat", "valid/dog"), "train, valid; parts are named"),
         (("cat/train", "cat/test", "dog/train", "dog/test"), "cat holds test and train"),
         (("cat", "cat/train", "cat/test", "dog", "dog/train"), "cat holds test and train"),
-        (("cat", "dog", "dog/Train", "dog/Val"), "dog holds Train and Val: .* as .*/Train/dog;"),
-        (("cat", "cat/test", "dog", "dog/test"), "cat and dog both hold a folder test"),
+        (("cat", "dog", "dog/Train", "dog/Val"), "dog holds Train and Val: .* as .*/train/dog;"),
+        (("cat", "cat/test", "dog", "dog/test"), "cat holds test: .* as .*/test/cat; .* rename"),
         (("cat", "cat/training", "cat/Testing", "dog"), "cat holds Testing and training"),
-        (("cat", "cat/valid", "dog", "dog/valid"), "cat and dog both hold a folder valid"),
+        (("cat", "cat/valid", "dog", "dog/valid"), "cat holds valid: if these are parts"),
+        (("train/cat", "train/cat/test", "train/dog", "train/dog/test"), "train/cat holds test"),
+        (("train/cat/train", "train/cat/valid", "train/dog"), "train/cat holds train and valid: "),
+        (("cat/images", "cat/masks", "dog/images", "dog/masks"), "cat holds images and masks: "),
+        (("cat", "cat/images", "cat/masks", "dog"), "masks are no images .* move .*cat/masks, and"),
+        (("train/cat/images", "train/cat/masks", "train/dog"), "train/cat holds images and masks"),
+        (("train/cat", "train/dog", "test/cat/1/img", "test/cat/1/GT"), "cat/1 holds img and GT"),
+        (("cat/scan", "cat/masks", "dog/scan", "dog/masks"), "if not, move folders of masks out"),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(
@@ -172,6 +178,8 @@ def test_folders_that_are_no_classes_are_refused(
         ("train/cat/film 1", "train/dog/film 1"),
         ("cat/indoors", "dog/outdoors"),
         ("cat", "cat/train", "cat/boat", "dog", "dog/test"),
+        ("train/cat/images", "train/dog/images"),
+        ("train/cat/1", "train/cat/2", "train/dog/1"),
         ("with mask", "without mask"),
         ("blood test", "urine test"),
         ("train station", "bus station"),
@@ -182,6 +190,15 @@ def test_classes_with_odd_names_or_folders_in_them_are_classes(
 ) -> None:
     make(tmp_path, *[f"{place}/{i}.png" for place in folders for i in range(5)])
     assert len(folder(tmp_path, 0).classes) == 2
+
+
+def test_a_class_may_hold_images_and_a_folder_of_text_files(tmp_path: Path) -> None:
+    """As data sets with boxes do: labels/ has no image."""
+    make(tmp_path, *[f"train/{kind}/images/{i}.png" for kind in ("cat", "dog") for i in range(5)])
+    for place in tmp_path.glob("train/*"):
+        (place / "labels").mkdir()
+        (place / "labels/0.txt").touch()
+    assert len(folder(tmp_path, 0).train.images) == 8 - 2
 
 
 def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: Path) -> None:
