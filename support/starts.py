@@ -272,21 +272,31 @@ def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
 
 
 def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
-    """Return a sentence if images that θ was trained on are not found in this task, else []."""
-    found = count_known_images(task, info.seen or ())
+    """Return sentences if images that θ was trained on are not found in this task for sure.
+
+    Not to be found at all is one doubt, to be found by class and name alone is another.
+    """
+    found, by_name_alone = count_known_images(task, info.seen or ())
     if found == 0:
         return [
             "no image here has the name or content of one that θ was trained on"
             f" ({info.dataset}). If they are the same ones, renamed and changed, it is not"
             " known whether θ has seen the test images"
         ]
+    doubts = []
     if info.seen_images is not None and found < info.seen_images:  # older adapters lack the number
-        return [
+        doubts.append(
             f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset}) are"
             " found here, by content or by class and name. If others are here, too, renamed and"
             " changed, it is not known whether θ has seen the test images"
-        ]
-    return []
+        )
+    if by_name_alone:
+        doubts.append(
+            f"{by_name_alone} images here have the class and name of one that θ was trained on"
+            f" ({info.dataset}), and not its content. That is well if they were converted; if the"
+            " files were numbered anew, θ may have seen the test images"
+        )
+    return doubts
 
 
 class Seen(NamedTuple):

@@ -874,10 +874,13 @@ def test_images_that_are_known_again_only_in_part_are_counted_and_told(
 
 
 @pytest.mark.parametrize("change", ["added", "converted", "renamed"])
-def test_images_that_are_all_known_again_are_not_doubted(
+def test_images_that_are_all_known_again_by_their_content_are_not_doubted(
     change: str, weights: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """In the split of align, which the folders of the parts keep: nothing is told."""
+    """In the split of align, which the folders of the parts keep.
+
+    Converted ones are known by their names alone, which is told: these 36 might be others.
+    """
     task = data.folder(folder / "images", 2)
     images = tmp_path / "images"
     for part, split in (("train", task.train), ("val", task.val), ("test", task.test)):
@@ -898,7 +901,42 @@ def test_images_that_are_all_known_again_are_not_doubted(
     outcome = run(
         f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
     )
-    assert outcome.code == 0 and "--from" not in outcome.err, outcome.err
+    assert outcome.code == 0, outcome.err
+    told = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    assert len(told) == (change == "converted")
+    assert all(line.startswith("--from: 36 images here have the class and name") for line in told)
+
+
+@pytest.mark.parametrize("change", ["order", "classes"])
+def test_files_that_were_numbered_anew_are_known_by_name_alone_and_told(
+    change: str, weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Resized and in another order, or in classes with exchanged names.
+
+    The hash of a name splits them as before, so all names are found, and no test image has a name
+    that align was trained on. But most of them show what align was trained on.
+    """
+    task = data.folder(folder / "images", 2)
+    trained = {(file.parent.name, file.stem) for s in task[1:3] for file in s.images}
+    tested_after_training = 0
+    for file in sorted((folder / "images").rglob("*.png")):
+        kind, stem = file.parent.name, file.stem
+        name = stem if change == "classes" else str((int(stem) + 7) % 15)
+        place = tmp_path / "images" / (kind if change == "order" else "yzx"["xyz".index(kind)])
+        place.mkdir(parents=True, exist_ok=True)
+        Image.open(file).resize((12, 12)).save(place / f"{name}.png")
+        is_tested = (place.name, name) not in trained
+        tested_after_training += is_tested and (kind, stem) in trained
+    assert tested_after_training > 4  # of 9
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --data-seed 2 --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{tmp_path}/images"
+        f" --out {tmp_path}/f"
+    )
+    assert outcome.code == 0, outcome.err
+    (told,) = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    assert told.startswith("--from: 36 images here have the class and name of one that θ")
+    assert told.endswith("if the files were numbered anew, θ may have seen the test images")
 
 
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
