@@ -5,6 +5,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from support.errors import UsageError
@@ -99,13 +100,29 @@ def forget_imports(file: Path) -> None:
 def check_loaded(file: Path) -> None:
     """Refuse (UsageError) a file that imports others under names that Python knows otherwise.
 
-    Such a name is that of another pretext task's file in the same process, or that of an installed
-    package. Python takes those, and the digest would be of a file that is not used.
+    Such a name is that of another pretext task's file in the same process, of an installed package,
+    or of a file beside the script that runs. Python takes those, and the digest would be of a file
+    that is not used.
     """
     for name, path in find_imports(file).items():
-        loaded = getattr(sys.modules.get(name), "__file__", None)
-        if loaded and Path(loaded).resolve() != path.resolve():
+        taken = file_taken_by_python(name)
+        if taken and taken.resolve() != path.resolve():
             raise UsageError(
-                f"--pretext {file}: imports {path}, but this process has loaded {loaded} under the"
-                " same name; rename one of them, or run each in a process of its own"
+                f"--pretext {file}: imports {path}, but Python takes {taken}, of the same name;"
+                " rename one of them, or run each in a process of its own"
             )
+
+
+def file_taken_by_python(name: str) -> Path | None:
+    """Return the file of a module that is loaded, or that `import` would load; None if unknown.
+
+    Where a module inside of a package would come from is not asked before the package is loaded.
+    """
+    if name in sys.modules:
+        loaded = getattr(sys.modules[name], "__file__", None)
+    elif "." in name:
+        return None
+    else:
+        spec = PathFinder.find_spec(name)
+        loaded = spec.origin if spec and spec.has_location else None
+    return Path(loaded) if loaded else None

@@ -81,6 +81,25 @@ def test_a_name_that_python_knows_otherwise_is_refused(tmp_path: Path) -> None:
         check_loaded(tmp_path / "folder/task.py")
 
 
+def test_a_helper_that_python_would_take_from_elsewhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function of tasks/task.py imports helper_98; the script's folder has one, too."""
+    write(tmp_path, {"tasks/task.py": "def f():\n    import helper_98\n", "helper_98.py": "A = 0"})
+    write(tmp_path, {"tasks/helper_98.py": "A = 1"})
+    task = tmp_path / "tasks/task.py"
+    monkeypatch.syspath_prepend(tmp_path / "tasks")
+    check_loaded(task)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"imports .*tasks/helper_98\.py, but .*/helper_98\.py"):
+        check_loaded(task)
+    assert "helper_98" not in sys.modules  # it was not loaded for this
+    import helper_98  # type: ignore[import-not-found]  # as `f` would
+
+    assert helper_98.A == 0
+    del sys.modules["helper_98"]
+
+
 def test_the_digest_is_of_all_that_is_imported_and_of_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, FILES)
     before = digest_of_imports(tmp_path / "task.py")
@@ -126,7 +145,7 @@ def test_an_edited_import_is_another_run_and_is_read_anew() -> None:
     done(line("a", "r2"))
     assert loss("r2") == pytest.approx(10 * loss("r1"), rel=1e-5)
     said = refusal(line("b", "r3"))
-    assert "b/helper.py" in said and "a/helper.py under the same name; rename one" in said
+    assert "b/helper.py" in said and "a/helper.py, of the same name" in said
     line_of_finetune = (
         f"finetune --from . --lr 1e-2 --epochs 1 --warmup-epochs 0 --weights {OMNIGLOT}"
     )
