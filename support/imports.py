@@ -2,16 +2,29 @@
 
 import ast
 import hashlib
+import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
+from config import Record
 from support.errors import UsageError
 from support.files import sha256
 
 PROGRAM = Path(__file__).resolve().parents[1]  # the folder of this program
+
+
+class RunFile(NamedTuple):
+    """What `run_file` left behind in Python."""
+
+    folder: str | None  # that it added to the path, if any
+    imports: dict[str, Path]  # what the file may have loaded, see `find_imports`
+
+
+EARLIER: list[RunFile] = []  # the file that was run last
 
 
 def find_imports(file: Path) -> dict[str, Path]:
@@ -75,23 +88,55 @@ def names_of_program() -> frozenset[str]:
     return frozenset(names)
 
 
-def digest_of_imports(file: Path) -> str | None:
-    """Return sha256 of the names and contents of `find_imports`; None if there is nothing."""
+def digest_of_imports(file: Path) -> str:
+    """Return sha256 of the names and contents of `find_imports`, also where there are none."""
     found = find_imports(file)
-    if not found:
-        return None
     lines = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def forget_imports(file: Path) -> None:
-    """Make Python read anew what a file imports, which may have been edited since it was loaded.
+def run_file(file: Path) -> Record:
+    """Run the file of a pretext task, which may import others beside it; return what it defines.
 
-    Raises UsageError as `check_loaded` does.
+    What it imports is read anew, since it may have been edited after an earlier run. Raises
+    UsageError as `check_loaded` does.
     """
+    leave_earlier_files()
+    folder = str(file.resolve().parent)
+    is_new = folder not in sys.path
+    if is_new:
+        # It comes last, so that a `data.py` there does not take the place of this program's. It
+        # stays, since a function may import when it is called.
+        sys.path.append(folder)
+    found = find_imports(file)
+    EARLIER.append(RunFile(folder if is_new else None, found))
     check_loaded(file)
-    for name in find_imports(file):
-        sys.modules.pop(name, None)
+    forget(found)
+    defined = runpy.run_path(str(file))
+    check_loaded(file)
+    return defined
+
+
+def leave_earlier_files() -> None:
+    """Undo what `run_file` did for the task before, whose helpers may have the same names."""
+    for folder, imports in EARLIER:
+        if folder:
+            sys.path.remove(folder)
+        forget(imports)
+    EARLIER.clear()
+
+
+def forget(imports: Mapping[str, Path]) -> None:
+    """Make Python read these modules anew when they are imported next.
+
+    `imports` are as `find_imports` returns them. A module of another file, such as that of an
+    installed package, is left as it is.
+    """
+    for name, path in imports.items():
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is None or Path(loaded).resolve() != path.resolve():
+            continue
+        del sys.modules[name]
         package, _, own_name = name.rpartition(".")
         if hasattr(sys.modules.get(package), own_name):  # `from package import it` would take that
             delattr(sys.modules[package], own_name)
@@ -100,9 +145,8 @@ def forget_imports(file: Path) -> None:
 def check_loaded(file: Path) -> None:
     """Refuse (UsageError) a file that imports others under names that Python knows otherwise.
 
-    Such a name is that of another pretext task's file in the same process, of an installed package,
-    or of a file beside the script that runs. Python takes those, and the digest would be of a file
-    that is not used.
+    Such a name is that of an installed package, or of a file that the caller's own script imports
+    or has beside it. Python takes those, and the digest would be of a file that is not used.
     """
     for name, path in find_imports(file).items():
         taken = file_taken_by_python(name)

@@ -58,7 +58,7 @@ class AdapterInfo(BaseModel, frozen=True):
     # These are set by align alone.
     pool_sha256: Said = None  # of the unlabelled images
     pretext_sha256: Said = None  # of the file of a pretext task of one's own
-    imports_sha256: Said = None  # of files beside it that it imports; None: of none, or not known
+    imports_sha256: Said = None  # of the files beside it that it imports; None: not known
     d_lr: float | None = None
     hypergrad: Said = None  # such as "mfac"
     # Settings that are not the paper's, by name. In older versions, finetune did not say its own.

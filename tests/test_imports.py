@@ -1,7 +1,6 @@
 """Files that a pretext task of one's own imports: which they are, and that a run is theirs, too."""
 
 import json
-import runpy
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,13 @@ from toy import done, refusal
 
 from config import OMNIGLOT
 from support.errors import UsageError
-from support.imports import check_loaded, digest_of_imports, find_imports, forget_imports
+from support.imports import (
+    check_loaded,
+    digest_of_imports,
+    find_imports,
+    leave_earlier_files,
+    run_file,
+)
 
 EXAMPLE = Path(__file__).parents[1] / "examples/rotation.py"
 TASK = """
@@ -75,7 +80,8 @@ def test_a_name_that_python_knows_otherwise_is_refused(tmp_path: Path) -> None:
     import timm
 
     with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
-        forget_imports(tmp_path / "folder/task.py")
+        run_file(tmp_path / "folder/task.py")
+    leave_earlier_files()
     assert sys.modules["timm"] is timm
     with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
         check_loaded(tmp_path / "folder/task.py")
@@ -110,8 +116,11 @@ def test_the_digest_is_of_all_that_is_imported_and_of_nothing_else(tmp_path: Pat
         is_known = name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") in IMPORTED
         assert (digest_of_imports(tmp_path / "task.py") != before) == is_known, name
         write(tmp_path, {name: FILES[name]})
-    assert digest_of_imports(tmp_path / "unused.py") is not None
-    assert digest_of_imports(tmp_path / "later.py") is None
+    nothing = digest_of_imports(tmp_path / "later.py")
+    write(tmp_path, {"later.py": "try:\n    import nets\nexcept ImportError:\n    pass\n"})
+    assert digest_of_imports(tmp_path / "later.py") != nothing
+    shutil.rmtree(tmp_path / "nets")
+    assert digest_of_imports(tmp_path / "later.py") == nothing
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -144,8 +153,8 @@ def test_an_edited_import_is_another_run_and_is_read_anew() -> None:
     assert "a file that --pretext imports was changed" in refusal(line("a", "r1"))
     done(line("a", "r2"))
     assert loss("r2") == pytest.approx(10 * loss("r1"), rel=1e-5)
-    said = refusal(line("b", "r3"))
-    assert "b/helper.py" in said and "a/helper.py, of the same name" in said
+    done(line("b", "r3"))
+    assert loss("r3") == pytest.approx(100 * loss("r1"), rel=1e-5)
     line_of_finetune = (
         f"finetune --from . --lr 1e-2 --epochs 1 --warmup-epochs 0 --weights {OMNIGLOT}"
     )
@@ -168,12 +177,20 @@ def test_an_edited_module_of_a_folder_without_init_is_read_anew() -> None:
     write(
         Path("a"), {"task.py": "from bare_folder import scale\n", "bare_folder/scale.py": "K = 1"}
     )
-    task = Path("a/task.py").resolve()
-    sys.path.insert(0, str(task.parent))
-    try:
-        assert runpy.run_path(str(task))["scale"].K == 1
-        write(Path("a"), {"bare_folder/scale.py": "K = 100"})
-        forget_imports(task)
-        assert runpy.run_path(str(task))["scale"].K == 100
-    finally:
-        sys.path.remove(str(task.parent))
+    task = Path("a/task.py")
+    assert run_file(task)["scale"].K == 1
+    write(Path("a"), {"bare_folder/scale.py": "K = 100"})
+    assert run_file(task)["scale"].K == 100
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_task_does_not_find_the_files_of_the_task_before() -> None:
+    """A task that goes on without a file must not take that of another task's folder."""
+    text = "try:\n    from helper import K\nexcept ImportError:\n    K = 1\n"
+    write(Path("a"), {"task.py": text, "helper.py": "K = 100"})
+    write(Path("b"), {"task.py": text})
+    leave_earlier_files()  # of another test
+    path = [*sys.path]
+    assert [run_file(Path(place, "task.py"))["K"] for place in "ab"] == [100, 1]
+    leave_earlier_files()
+    assert sys.path == path
