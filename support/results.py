@@ -126,6 +126,8 @@ class TrialResult(BaseModel, frozen=True):
     start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
     start_seeds: list[int] = []  # of the runs before it, see `AdapterInfo.seeds_of_runs`
     start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
+    # Of the adapter of the best epoch; None: the trial diverged, or is of an older version.
+    adapter_sha256: Said = None
     cpu_seconds: float = Field(ge=0)
     seconds: float = Field(ge=0)
     bisslight: Said = None  # the version of this program
@@ -195,19 +197,31 @@ def check_tests(tests: Sequence[Score], metric: Metric, images: int) -> None:
                 raise ValueError(f"{test.right} of {images} right are not {test.accuracy} %")
 
 
-def unit_of(trials: Sequence[TrialResult], stage: Said) -> str:
+def unit_of(trials: Sequence[TrialResult], origin: AdapterInfo) -> str:
     """Return in words what is done anew for each seed: what p-values are about.
 
-    `stage` is the command that made the adapters that trials start from; None: a fresh θ.
+    `origin` is what the adapters say of themselves that trials start from; its stage is None for a
+    fresh θ.
     """
-    if stage is None:
+    if origin.stage is None:
         return "PEFT seed"
     if len({trial.start_sha256 for trial in trials}) == 1:
         return "PEFT seed on one adapter"
-    before = "align run" if stage == "align" else "PEFT"
-    if len({trial.seed for trial in trials}) == 1:  # such as --seed 0 with each align run
+    # Go back to the last run before the trials that has another seed for each of them. Fine-tunings
+    # in between that all have one seed, such as --seed 0 with each align run, are not done anew.
+    anew = origin
+    runs_between = 0
+    for seeds in zip(*(trial.start_seeds for trial in trials), strict=False):  # [] if not known
+        if len({*seeds}) > 1 or anew.origin is None:
+            break
+        anew = anew.origin
+        runs_between += 1
+    before = "align run" if anew.stage == "align" else "PEFT"
+    if len({trial.seed for trial in trials}) == 1:
         return f"{before}, with one seed of PEFT after it"
-    return "align run and PEFT" if stage == "align" else "PEFT and PEFT anew"
+    if runs_between:
+        return f"{before} and last PEFT, with one seed of PEFT between them"
+    return "align run and PEFT" if before == "align run" else "PEFT and PEFT anew"
 
 
 def seconds_before(trials: Sequence[TrialResult]) -> float | None:

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -61,7 +62,7 @@ def finished(
     images: int = 1000,
     start: str | None = None,
     before: float | None = 0.0,
-    start_seeds: tuple[int, ...] = (),
+    start_seeds: Sequence[int] = (),
     versions: tuple[str, ...] = (),
     **changes: Any,
 ) -> Path:
@@ -159,6 +160,27 @@ def test_one_seed_of_peft_after_all_align_runs_is_said(tmp_path: Path) -> None:
     assert read_arm(tmp_path / "restart").unit == "PEFT, with one seed of PEFT after it"
 
 
+@pytest.mark.parametrize(
+    ("earlier", "seeds", "unit"),
+    [
+        ([[0, 7], [0, 8]], (9, 10), "align run and last PEFT, with one seed of PEFT between them"),
+        ([[0, 7], [0, 8]], (9, 9), "align run, with one seed of PEFT after it"),
+        ([[0, 7], [1, 8]], (9, 10), "PEFT and PEFT anew"),
+        ([[0, 7], [1, 8]], (9, 9), "PEFT, with one seed of PEFT after it"),
+        ([[], []], (9, 10), "PEFT and PEFT anew"),  # of an older version, which did not say them
+    ],
+)
+def test_a_restart_says_which_runs_before_it_are_done_anew(
+    earlier: list[list[int]], seeds: tuple[int, int], unit: str, tmp_path: Path
+) -> None:
+    """`earlier` has the seeds of PEFT and of the align run before it, for both trials."""
+    said = {"stage": "finetune", "origin": {"stage": "align"}}
+    for k in (0, 1):
+        again: Any = {"origin": said, "start": str(k), "start_seeds": earlier[k], "seed": seeds[k]}
+        finished(tmp_path / "arm" / str(k), [70.0], **again)
+    assert read_arm(tmp_path / "arm").unit == unit
+
+
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs: Path) -> None:
     second: dict[str, Any] = {"mixed": {"rank": 4}, "both": {"by": "mfac"}, "twice": {"seed": 6}}
     second["changed"] = {"data_sha256": "other"}  # one name, but other images
@@ -178,7 +200,10 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs
     (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
     named = {"mixed": "LoRA of rank 4 and LoRA of rank 64", "both": "aligned with M-FAC and not"}
     named |= {"twice": "a seed is there twice", "changed": "labelled images other and labelled"}
-    named |= {"again": "a start is there twice", "remade": "two align runs have the same seed"}
+    named |= {
+        "again": "there are 2 starts for 4 seeds, neither",
+        "remade": "two align runs have the same seed",
+    }
     named |= {"retuned": "two finetune runs have the same seed"}
     messages = {name: f"its runs are no seeds of one arm: .*{x}" for name, x in named.items()}
     messages |= dict.fromkeys(("running", "torn", "foreign"), ".*give a finished finetune run")

@@ -634,7 +634,10 @@ def test_align_runs_with_and_without_bfloat16_are_no_seeds_of_one_arm(
 def test_an_untested_trial_whose_adapter_is_not_its_own_is_to_be_removed(
     instead: str, weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
-    """As it is told, the same command then trains it again, to the same numbers."""
+    """As it is told, the same command then trains it again, to the same numbers.
+
+    A trial of an older version says no digest of its adapter, but its rate and seed.
+    """
     settings: dict[str, Any] = {"lr": (1e-2,), "seeds": 1}
     first = tune(weights, tmp_path / "f", **settings)
     tune(weights, tmp_path / "other", lr=(1e-3,), seeds=1)
@@ -642,6 +645,9 @@ def test_an_untested_trial_whose_adapter_is_not_its_own_is_to_be_removed(
     file = trial / "adapter.safetensors"
     (trial / "test.json").unlink()
     file.unlink()
+    said = json.loads((trial / "result.json").read_text())
+    del said["adapter_sha256"]
+    (trial / "result.json").write_text(json.dumps(said))
     if instead == "of align":
         shutil.copy(aligned / "s2/adapter.safetensors", file)
     elif instead == "of another rate":
@@ -652,6 +658,27 @@ def test_an_untested_trial_whose_adapter_is_not_its_own_is_to_be_removed(
         tune(weights, tmp_path / "f", **settings)
     shutil.rmtree(trial)
     assert without_time(tune(weights, tmp_path / "f", **settings)) == without_time(first)
+
+
+@pytest.mark.parametrize("is_tested", [False, True])
+def test_an_adapter_of_other_settings_with_the_trials_rate_and_seed_is_refused(
+    is_tested: bool, weights: Path, tmp_path: Path
+) -> None:
+    """As of a longer run; as it is told, the same command then comes to the same numbers again."""
+    settings: dict[str, Any] = {"lr": (1e-2,), "epochs": 1}
+    first = tune(weights, tmp_path / "short", **settings)
+    tune(weights, tmp_path / "long", lr=(1e-2,), epochs=2)
+    trial, other = (tmp_path / name / "lr0.01-s0" for name in ("short", "long"))
+    assert first.trials[0].adapter_sha256 == sha256(trial / "adapter.safetensors")
+    shutil.copy(other / "adapter.safetensors", trial)
+    if is_tested:
+        shutil.copy(other / "test.json", trial)
+    else:
+        (trial / "test.json").unlink()
+    with pytest.raises(UsageError, match=rf"is not the adapter .* with; remove {trial}, and the "):
+        tune(weights, tmp_path / "short", **settings)
+    shutil.rmtree(trial)
+    assert without_time(tune(weights, tmp_path / "short", **settings)) == without_time(first)
 
 
 def test_a_transfer_between_data_sets_of_two_names_is_not_doubted(tmp_path: Path) -> None:
@@ -692,6 +719,21 @@ def test_two_fine_tunings_of_the_same_seeds_are_one(
         tune(weights, tmp_path / "tuned" / name, lr=(1e-2,), start=aligned / name)
     result = tune(weights, tmp_path / "restart", start=tmp_path / "tuned", **restart)
     assert [trial.start_seeds for trial in result.trials] == [[0, 2], [0, 10]]
+
+
+def test_the_seconds_before_a_restart_are_counted_once_where_the_earlier_run_has_grown(
+    weights: Path, tmp_path: Path
+) -> None:
+    """All seeds of the earlier run are restarted, so all its seconds count, and no more."""
+    settings: dict[str, Any] = {"lr": (1e-2,), "epochs": 1}
+    restart: dict[str, Any] = settings | {"start": tmp_path / "first", "seed": 100}
+    first = tune(weights, tmp_path / "first", seeds=2, **settings)
+    again = tune(weights, tmp_path / "again", seeds=1, **restart)
+    assert again.start_cpu_seconds == pytest.approx(first.cpu_seconds / 2)
+    first = tune(weights, tmp_path / "first", seeds=3, **settings)
+    again = tune(weights, tmp_path / "again", seeds=3, **restart)
+    assert again.start_cpu_seconds == pytest.approx(first.cpu_seconds)
+    assert read_arm(tmp_path / "again").start_cpu_seconds == again.start_cpu_seconds
 
 
 def test_an_align_run_inside_of_a_finetune_run_has_its_own_seconds(
