@@ -49,6 +49,7 @@ class AdapterInfo(BaseModel, frozen=True):
     data_sha256: Said = None  # of the labelled images, see `data.fingerprint`
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
+    in_memory: bool = False  # whether its images lay in memory; older adapters do not say so
     seed: int | None = None  # of the run
     versions: Said = None  # of this program and of torch
     # The labelled images that θ was trained or chosen on, also before this run, see

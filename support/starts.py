@@ -153,6 +153,7 @@ def to_compare(info: AdapterInfo) -> AdapterInfo:
     if info.pool_sha256:
         unlike_paper.pop("pool", None)
     changes: Record = {"versions": None, "seen": None, "seen_images": None}
+    changes["in_memory"] = False  # an older one does not say it; the digest of the images does
     changes["unlike_paper"] = unlike_paper
     if info.data_sha256:
         changes["dataset"] = None

@@ -696,6 +696,20 @@ def with_info(run: Path, **changes: Any) -> None:
     file.write_bytes(save_adapter(theta, head, info.model_copy(update=changes)))
 
 
+def test_an_adapter_that_does_not_say_where_its_images_lay_is_a_seed_of_the_same_arm(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    runs = shutil.copytree(aligned, tmp_path / "runs")
+    file = runs / "s10/adapter.safetensors"
+    theta, head, info = load_adapter(file)
+    assert info.in_memory
+    content = info.model_dump(exclude_unset=True, exclude={"in_memory"}) | {"seen": info.seen}
+    file.write_bytes(save_adapter(theta, head, AdapterInfo(**content)))
+    assert not load_adapter(file).info.in_memory
+    result = tune(weights, tmp_path / "out", start=runs, seeds=2, lr=(1e-2,))
+    assert [trial.start_seeds for trial in result.trials] == [[2], [10]]
+
+
 def test_two_align_runs_of_one_seed_are_no_two_seeds(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:

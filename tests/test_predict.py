@@ -11,14 +11,17 @@ import torch
 from quilts import quilts
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
-from toy import PEFT_STEPS, align_line, done, refusal, run, save_by_class
+from toy import PEFT_SETTINGS, PEFT_STEPS, align_line, done, refusal, run, save_by_class
 
 import data
-from data import Task, folder
+from config import FinetuneConfig
+from data import Split, Task, folder
 from extras.predict import find_files, predict
-from support.adapters import find_adapters, load_adapter
+from finetune import finetune
+from support.adapters import find_adapters, load_adapter, save_adapter
 from support.benchmarks import omniglot_task
 from support.errors import UsageError
+from support.results import AdapterInfo
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -179,6 +182,62 @@ def test_images_that_cannot_be_read_are_named_and_the_others_classified(
         file.write_bytes(b"no image")
     said = refusal("predict f unknown", 1)
     assert all(f"{file}: cannot be read" in said for file in files)
+
+
+def warnings_of(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What `predict` warns of, without the name of the adapter."""
+    caplog.clear()
+    predict(run, [Path(file)])
+    return [line.partition("safetensors: ")[2] for line in caplog.messages]
+
+
+def test_how_files_have_to_look_is_told_where_the_images_lay_in_memory(
+    photos: Task, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Inverted drawings get other classes. A run on files is silent, and so is an older adapter."""
+    file = str(next(Path("unknown").iterdir()))
+    assert warnings_of(Path("f"), file, caplog) == []
+
+    done(f"finetune --backbone vit_mini --dataset omniglot:Greek {PEFT_STEPS} --out g --quiet")
+    (drawn,) = find_adapters(Path("g"))
+    drawing = torch.as_tensor(omniglot_task("Greek", 0).test.images)[0]
+    to_pil_image(drawing).save("white.png")
+    to_pil_image(1 - drawing).save("black.png")
+    white, black = (log_p(drawn, [Path(f"{name}.png")]) for name in ("white", "black"))
+    assert not torch.allclose(white, black, atol=0.1)
+    (told,) = warnings_of(Path("g"), "black.png", caplog)
+    assert told.startswith("was trained on handwriting in white (1, the ink) on black")
+
+    own = quilts(0)[1]._replace(name="own")
+    settings = PEFT_SETTINGS | {"backbone": "vit_mini", "weights": weights, "dataset": "own"}
+    finetune(FinetuneConfig(**settings), Path("m"), task=own)
+    (told,) = warnings_of(Path("m"), file, caplog)
+    assert told.startswith("was trained on images that a script handed over in memory; files have")
+    (adapter,) = find_adapters(Path("m"))
+    theta, head, info = load_adapter(adapter)
+    content = info.model_dump(exclude_unset=True, exclude={"in_memory"})
+    adapter.write_bytes(save_adapter(theta, head, AdapterInfo(**content)))
+    assert warnings_of(Path("m"), file, caplog) == []
+
+
+@pytest.mark.parametrize("loss", ["softmax", "bce"])
+def test_of_several_classes_the_softmax_gives_shares_which_is_told(
+    loss: str, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They sum to 1, whatever an image shows; with "bce" each class has its own probability."""
+    images = torch.rand(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    labels = 2 * torch.stack([torch.arange(40) % 2, torch.arange(40) // 2 % 2], 1) - 1
+    parts = [Split(images[k::3], labels[k::3]) for k in range(3)]
+    settings = PEFT_SETTINGS | {"backbone": "vit_mini", "weights": weights, "dataset": "own"}
+    cfg = FinetuneConfig(**settings, voc_loss=loss)
+    finetune(cfg, Path("m"), task=Task("own", *parts, ["a", "b"]))
+    to_pil_image(images[0]).save("one.png")
+    told = warnings_of(Path("m"), "one.png", caplog)
+    of_shares = [line for line in told if "the softmax makes shares, and no probabilities" in line]
+    (adapter,) = find_adapters(Path("m"))
+    total = float(log_p(adapter, [Path("one.png")]).exp().sum())
+    assert len(of_shares) == (loss == "softmax")
+    assert (total == pytest.approx(1)) == (loss == "softmax")
 
 
 def test_a_dead_link_among_images_is_refused(photos: Task) -> None:
