@@ -38,12 +38,13 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
 
     --from names a file, a finished run, or a folder of finished runs. If there is one adapter in
     it, all seeds start from that one. If there are several, each seed has its own: they are align
-    runs, or the seeds of a finetune run. Raises UsageError where they differ in more than the seed,
-    or do not fit the settings.
+    runs, or the seeds of a finetune run. Of more adapters than --seeds, the first ones are taken,
+    in the order of `find_start_files`. Raises UsageError where any of them differ in more than the
+    seed, or do not fit the settings.
     """
     if cfg.start is None:
         return [Start()] * cfg.seeds
-    files = [file for run in find_runs(cfg.start) for file in find_adapters(run)]
+    files = find_start_files(cfg.start)
     if len(files) == 1:
         starts = [read_start(files[0])] * cfg.seeds
     elif len(files) < cfg.seeds:
@@ -52,11 +53,30 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
             f" give --seeds {len(files)}, or a single adapter for all"
         )
     else:
-        starts = [read_start(file) for file in files[: cfg.seeds]]
-    check_alike(starts)
+        starts = [read_start(file) for file in files]
+    check_alike(starts)  # also those that this command does not take: more seeds would take them
+    starts = starts[: cfg.seeds]
     check_seeds(starts, cfg)
     check_settings(starts[0], cfg)
     return starts
+
+
+def find_start_files(place: Path) -> list[Path]:
+    """Return the adapter files that --from names, in the order in which seeds take them.
+
+    Runs are in the order of their names, s2 before s10; in a finetune run, in that of its seeds.
+    """
+    return [file for run in find_runs(place) for file in find_adapters(run)]
+
+
+def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+    """Log which adapters the seeds start from, where --from has more of them than seeds."""
+    files = find_start_files(cfg.start) if cfg.start else []
+    if len(files) > len(starts):
+        taken = ", ".join(str(start.file) for start in starts)
+        LOG.info(
+            "--from %s: takes %d of %d adapters: %s", cfg.start, len(starts), len(files), taken
+        )
 
 
 def read_start(file: Path) -> Start:

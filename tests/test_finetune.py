@@ -38,7 +38,7 @@ from support.adapters import find_adapters, load_adapter, save_adapter
 from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
-from support.results import AdapterInfo, FinetuneResult, Score, TrialResult
+from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
 from support.starts import Start, check_settings, seconds_until
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
@@ -170,6 +170,21 @@ def test_a_smaller_command_prints_the_whole_directory_and_replaces_nothing(
     assert without_time(grown) == without_time(whole)
     (arm,) = evaluate([tmp_path]).arms
     assert (arm.settings["lr"], len(arm.accuracies)) == ([1e-3, 3e-2], 3)
+
+
+def test_before_there_is_a_result_a_smaller_command_is_of_its_own_rates_alone(
+    weights: Path, tmp_path: Path
+) -> None:
+    """As after a kill just before result.json: of the other rate's trial, only its time counts."""
+    settings: dict[str, Any] = {"epochs": 1}
+    whole = tune(weights, tmp_path / "out", lr=(1e-3, 3e-2), **settings)
+    (tmp_path / "out/result.json").unlink()
+    smaller = tune(weights, tmp_path / "out", lr=(1e-3,), **settings)
+    alone = tune(weights, tmp_path / "alone", lr=(1e-3,), **settings)
+    assert without_time(smaller) == without_time(alone)
+    assert smaller.cpu_seconds == pytest.approx(whole.cpu_seconds)
+    again = tune(weights, tmp_path / "out", lr=(1e-3, 3e-2), **settings)
+    assert without_time(again) == without_time(whole)
 
 
 def test_another_commands_rates_that_came_meanwhile_are_not_replaced(
@@ -505,12 +520,34 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     done(align_line(weights.parent, f"--seed 11 --rank 4 --lam 2 --out {runs}/s11"))
     with pytest.raises(UsageError, match=r"s11.*differs in more than the seed.*: lam; give"):
         tune(weights, tmp_path / "out", start=runs, seeds=3)
+    with pytest.raises(UsageError, match=r"s11.*differs in more than the seed.*: lam; give"):
+        tune(weights, tmp_path / "out", start=runs, seeds=2)  # s11 is of none of these
+    shutil.rmtree(runs / "s11")
     with pytest.raises(UsageError, match="has rank 4, this run 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match="s2: is no finished"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_of_more_adapters_than_seeds_the_first_ones_are_taken_and_told(
+    weights: Path, aligned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where all are taken, also for an earlier command, there is nothing to tell."""
+    caplog.set_level("INFO", "bisslight")
+    settings: dict[str, Any] = {"start": aligned, "lr": (1e-2,), "epochs": 1}
+
+    def told(seeds: int) -> list[str]:
+        caplog.clear()
+        tune(weights, tmp_path / "f", seeds=seeds, **settings)
+        return [line for line in caplog.messages if line.startswith("--from")]
+
+    first = aligned / "s2/adapter.safetensors"
+    assert told(1) == [f"--from {aligned}: takes 1 of 2 adapters: {first}"]
+    (trial,) = read_result(tmp_path / "f").trials
+    assert trial.start_sha256 == sha256(first)
+    assert told(2) == told(1) == []
 
 
 def test_an_adapter_of_ijepas_other_encoder_is_refused() -> None:
