@@ -30,8 +30,9 @@ from support.benchmarks import (
     place_of,
     say_no_name,
 )
-from support.checks import find_converted, find_derived
+from support.checks import find_converted, find_derived, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
+from support.experiment import check_numbers
 
 
 class Check(BaseModel):
@@ -104,7 +105,13 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
     is_task = len(folders) > 1 or any(folder.name.lower() == "train" for folder in folders)
     with collected(problems):
         if name in BENCHMARKS:
-            holds = describe(open_task(name, 0, root, partial=partial))
+            benchmark = open_task(name, 0, root, partial=partial)
+            holds = describe(benchmark)
+            if partial:
+                check_numbers(benchmark)
+                for split in SPLITS:
+                    of_split = getattr(benchmark, split)
+                    problems += find_lacking_classes(split, of_split, benchmark.classes)
         elif is_task:
             with as_usage_error(str(place)):
                 task, faults = read_folder(place, seed=0)

@@ -206,11 +206,7 @@ def find_doubts_of_split(name: str, split: Split, classes: Sequence[str]) -> lis
             doubts.append(
                 f"{name}: {without_contrast} of {len(split.images)} images are of one colour"
             )
-    # Not strict: of a subset, torchvision may know fewer names than numbers.
-    counts = zip(classes, count_by_class(split, len(classes)), strict=False)
-    lacking = [class_name for class_name, n in counts if n == 0]
-    if lacking:
-        doubts.append(f"{name} has no image of class {', '.join(lacking)}")
+    doubts += find_lacking_classes(name, split, classes)
     labels = split.targets
     if labels.ndim == 2 and (labels == 0).sum() > (labels == -1).sum():
         percent = 100 * float((labels == 0).float().mean())
@@ -219,6 +215,65 @@ def find_doubts_of_split(name: str, split: Split, classes: Sequence[str]) -> lis
             " 1 is yes, -1 no and 0 unknown; tables such as CheXpert's have 0 for no"
         )
     return doubts
+
+
+def find_lacking_classes(name: str, split: Split, classes: Sequence[str]) -> list[str]:
+    """Return a line if the split `name` has no image of a class, and one if of a class it has all.
+
+    The second is asked where an image may have several classes. Then a class that each image has is
+    found by any network, and the mean average precision is of the classes that are there.
+    """
+    lines = []
+    # Not strict: of a subset, torchvision may know fewer names than numbers.
+    counts = list(zip(classes, count_by_class(split, len(classes)), strict=False))
+    lacking = [class_name for class_name, n in counts if n == 0]
+    may_be_several = split.targets.ndim == 2
+    if lacking:
+        line = f"{name} has no image of class {shorten(lacking)}"
+        if may_be_several:
+            line += (
+                f"; its mAP is the mean of {len(counts) - len(lacking)} of {len(counts)} classes"
+            )
+        lines.append(line)
+    if may_be_several:
+        is_without_no = ~(split.targets == -1).any(0)  # (classes,)
+        sure = [
+            class_name
+            for (class_name, n), without_no in zip(counts, is_without_no, strict=True)
+            if n and without_no
+        ]
+        if sure:
+            lines.append(
+                f"{name}: no image is without class {shorten(sure)}, so any network finds it"
+            )
+    return lines
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return names as a text, of more than ten the first five.
+
+    >>> shorten(["a", "b"]), shorten("abcdefghijkl")
+    ('a, b', 'a, b, c, d, e and 7 more')
+    """
+    if len(names) <= 10:
+        return ", ".join(names)
+    return f"{', '.join(names[:5])} and {len(names) - 5} more"
+
+
+def find_without_class(train: Split) -> list[str]:
+    """Return a line if training images that may have several classes have none.
+
+    Their loss "softmax" is 0, whatever the network says, see `lora.cross_entropy`.
+    """
+    if train.targets.ndim == 1:
+        return []
+    n = int((train.targets != 1).all(1).sum())
+    if n == 0:
+        return []
+    return [
+        f"train: {n} of {len(train.targets)} images have no class; the loss softmax learns nothing"
+        ' from them; voc_loss = "bce", in a --config file or from Python, does'
+    ]
 
 
 def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:

@@ -12,7 +12,15 @@ from torch.utils.data import TensorDataset
 from toy import photos_in
 
 from data import SPLITS, Pool, Split, Task, Transform, check_readable, decode_once, folder
-from support.checks import as_checked, check_pool, check_task, find_doubts
+from lora import cross_entropy
+from support.checks import (
+    as_checked,
+    check_pool,
+    check_task,
+    find_doubts,
+    find_lacking_classes,
+    find_without_class,
+)
 
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3)
 
@@ -267,6 +275,44 @@ def test_a_class_that_a_split_lacks_is_told() -> None:
     part = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
     task = Task("own", whole, Split(torch.rand(3, 3, 8, 8), whole.targets), part, ["a", "b", "c"])
     assert find_doubts(task) == ["test has no image of class c"]
+
+
+def test_of_many_classes_that_lack_the_first_are_named() -> None:
+    names = [f"c{k}" for k in range(12)]
+    whole = Split(torch.rand(12, 3, 8, 8), torch.arange(12))
+    parts = [Split(torch.rand(12, 3, 8, 8), labels) for labels in (torch.arange(12), whole.targets)]
+    task = Task("own", whole, *parts, names)._replace(
+        test=Split(torch.rand(1, 3, 8, 8), torch.tensor([11]))
+    )
+    assert find_doubts(task) == ["test has no image of class c0, c1, c2, c3, c4 and 6 more"]
+
+
+def test_of_several_classes_what_their_map_is_of_is_told() -> None:
+    """12 images, of which each shows a person: any network finds it. 18 of 20 classes have none."""
+    labels = -torch.ones(12, 20).long()
+    labels[:, 14] = 1
+    labels[:7, 6] = 1
+    names = [f"c{k}" for k in range(20)]
+    assert find_lacking_classes("test", Split(torch.rand(12, 3, 8, 8), labels), names) == [
+        "test has no image of class c0, c1, c2, c3, c4 and 13 more;"
+        " its mAP is the mean of 2 of 20 classes",
+        "test: no image is without class c14, so any network finds it",
+    ]
+    labels[:10], labels[10:] = 1, -1
+    assert find_lacking_classes("test", Split(torch.rand(12, 3, 8, 8), labels), names) == []
+
+
+def test_training_images_without_a_class_are_told() -> None:
+    """By the loss itself: softmax has no gradient there."""
+    labels = torch.tensor([[1, -1], [-1, -1], [0, -1], [-1, 1]])
+    z = torch.randn(4, 2, requires_grad=True)
+    cross_entropy(z, labels, "softmax").sum().backward()
+    assert z.grad is not None
+    n = int((z.grad == 0).all(1).sum())
+    (line,) = find_without_class(Split(torch.rand(4, 3, 8, 8), labels))
+    assert n == 2 and line.startswith(f"train: {n} of 4 images have no class; the loss softmax")
+    assert find_without_class(Split(torch.rand(2, 3, 8, 8), labels[[0, 3]])) == []
+    assert find_without_class(own().train) == []
 
 
 @pytest.mark.parametrize(

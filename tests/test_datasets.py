@@ -14,9 +14,11 @@ from PIL import Image
 from torchvision.datasets import OxfordIIITPet
 from toy import done, refusal
 
+from config import FinetuneConfig
 from extras.datasets import check
-from support.benchmarks import BENCHMARKS, download
+from support.benchmarks import BENCHMARKS, download, open_task
 from support.errors import RunError, UsageError
+from support.experiment import look_at_data
 
 
 def test_check_counts_what_is_missing_and_names_what_is_damaged(tmp_path: Path) -> None:
@@ -30,7 +32,46 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(tmp_path: Path) 
     assert "test have (6, 2, 6) images" in missing
     assert found.images == 14
     assert [Path(line.partition(":")[0]).stem for line in damaged] == ["Pug_1", "Pug_2"]
-    assert check("pets", tmp_path, partial=True).problems == damaged
+    # torchvision has the names of the two classes alone, so a run refuses these lists.
+    unnamed, *others = check("pets", tmp_path, partial=True).problems
+    assert "its lists name 2 classes, and number them up to 29" in unnamed and others == damaged
+
+
+def test_classes_that_a_split_of_a_subset_lacks_are_told_by_check_and_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """dtd: half of the test images are of a class without a training image."""
+    make("dtd", tmp_path)
+    whole = open_task("dtd", 0, tmp_path, partial=True)
+    assert check("dtd", tmp_path, partial=True).problems == []
+    for split in (whole.train, whole.val):
+        for file in map(Path, split.images):
+            if file.parent.name == "banded":
+                file.unlink()
+    told = [f"{name} has no image of class banded" for name in ("train", "val")]
+    assert check("dtd", tmp_path, partial=True).problems == told
+    cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", partial=True, data_root=tmp_path)
+    task = open_task("dtd", 0, tmp_path, partial=True)
+    look_at_data(cfg, task, None)
+    assert caplog.messages == [f"dtd: {line}" for line in told]
+    caplog.clear()
+    look_at_data(cfg.replace(partial=False), task, None)  # such a one is not opened
+    assert caplog.messages == []
+
+
+def test_of_a_subset_of_voc_a_check_tells_what_the_map_is_of(tmp_path: Path) -> None:
+    """Image i of a part has object i of four, so 16 of 20 classes lack; nobody is in each image."""
+    base = make("voc07", tmp_path)
+    lists = base / "VOC2007/ImageSets/Main"
+    of_test = [line for line in check("voc07", tmp_path, partial=True).problems if "test" in line]
+    assert of_test == [
+        "test has no image of class bottle, bus, car, cat, chair and 11 more;"
+        " its mAP is the mean of 4 of 20 classes"
+    ]
+    file = lists / "aeroplane_test.txt"
+    file.write_text(file.read_text().replace("-1", " 1").replace(" 0", " 1"))
+    found = check("voc07", tmp_path, partial=True).problems
+    assert "test: no image is without class aeroplane, so any network finds it" in found
 
 
 def drawn(path: Path, text: str) -> None:
