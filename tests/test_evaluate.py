@@ -329,6 +329,18 @@ def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_p
     assert found[3].differs["align_pretext"] == ("align with pretext task mae", there)
 
 
+def test_seeds_with_one_pretext_task_in_files_at_two_places_are_an_arm(tmp_path: Path) -> None:
+    """As after a move of the file; another class is another arm."""
+    on: Any = {"pretext": "mine", "pretext_sha256": "1" * 64}
+    for k, name in enumerate(("tasks/mine.py:Mine", "/moved/mine.py:Mine", "tasks/mine.py:Other")):
+        run: Any = {"by": "mfac", "start": str(k), "seed": k, "origin": on, "pretext": name}
+        finished(tmp_path / "arm" / str(k), [70.0 + k], **run)
+    with pytest.raises(UsageError, match="pretext task Other and pretext task Mine; give them"):
+        read_arm(tmp_path / "arm")
+    shutil.rmtree(tmp_path / "arm/2")
+    assert read_arm(tmp_path / "arm").accuracies == [70.0, 71.0]
+
+
 def test_seeds_whose_pretext_task_has_another_content_are_no_arm(tmp_path: Path) -> None:
     for k in "12":
         on: Any = {"pretext": "rotation", "pretext_sha256": k * 64}

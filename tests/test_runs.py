@@ -92,6 +92,25 @@ def test_a_run_of_a_version_that_knew_images_by_their_names_is_refused_in_a_few_
         begin(tmp_path, digests={"data_sha256": "2:" + "1" * 64, "pool_sha256": None})
 
 
+def test_a_pretext_task_of_ones_own_is_known_by_its_class_and_content_wherever_it_lies(
+    tmp_path: Path,
+) -> None:
+    """Also in a checkpoint, and in one that still says the path."""
+    digests = {"pretext_sha256": "1" * 64}
+    cfg = config(pretext="tasks/mine.py:Mine")
+    with open_run(tmp_path, "align", cfg, digests) as run:
+        run.fixed |= {"pretext": cfg.pretext}
+        run.save_if_due(due=True)
+    for place in ("/moved/mine.py", "tasks/renamed.py"):
+        with open_run(tmp_path, "align", config(pretext=f"{place}:Mine"), digests) as run:
+            assert run.saved
+            run.save_if_due(due=True)
+    with pytest.raises(UsageError, match="is another run: pretext Mine -> Other; "):
+        begin(tmp_path, digests=digests, pretext="tasks/mine.py:Other")
+    with pytest.raises(UsageError, match="the content of --pretext was changed"):
+        begin(tmp_path, digests={"pretext_sha256": "2" * 64}, pretext=cfg.pretext)
+
+
 def test_a_setting_that_came_after_the_run_had_its_default_there(tmp_path: Path) -> None:
     begin(tmp_path)
     recorded = json.loads((tmp_path / "config.json").read_text())
