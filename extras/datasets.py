@@ -10,16 +10,15 @@ from pydantic import BaseModel
 from config import name_or_folder
 from data import (
     SPLITS,
-    ImageError,
+    Look,
     Pool,
     Split,
     Task,
     describe,
-    digest_of_pixels,
     find_images,
+    look_at_file,
     overheard,
     read_folder,
-    read_image,
     subfolders,
 )
 from support.benchmarks import (
@@ -30,7 +29,7 @@ from support.benchmarks import (
     place_of,
     say_no_name,
 )
-from support.checks import find_converted, find_derived, find_lacking_classes
+from support.checks import find_converted, find_derived, find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
 
@@ -72,10 +71,12 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     if task:  # a class folder may be called c.jpg
         class_of, _ = classes_and_parts(task)
         files = dict.fromkeys([*(file for file in files if not file.is_dir()), *class_of])
-    digests, unreadable = read_each(files)
+    looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, digests) + find_converted(task) + find_derived(task)
+        problems += find_copies(task, looks) + find_converted(task) + find_derived(task)
+        for split in SPLITS:
+            problems += find_empty(split, getattr(task, split).images, looks)
     return Check(
         name=name,
         images=len(files),
@@ -122,22 +123,22 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
     return Opened(holds, task, problems)
 
 
-def read_each(files: Iterable[Path]) -> tuple[dict[Path, bytes], list[str]]:
-    """Read image files to their end; return digests of their pixels, and what is wrong with some.
+def read_each(files: Iterable[Path]) -> tuple[dict[Path, Look], list[str]]:
+    """Read image files to their end; return what was found in them, and what is wrong with some.
 
-    A file that cannot be read has no digest. One whose decoder only warns has a digest, too.
+    The first leaves out a file that cannot be read, but not one whose decoder only warns.
     """
-    digests: dict[Path, bytes] = {}
+    looks: dict[Path, Look] = {}
     problems: list[str] = []
     for file in files:
         with overheard() as said:
-            try:
-                digests[file] = digest_of_pixels(read_image(file))
-            except ImageError as error:
-                problems.append(str(error))
-                continue
+            look = look_at_file(file)
+        if look.fault:
+            problems.append(look.fault)
+            continue
+        looks[file] = look
         problems += [f"{file}: its decoder warns ({text})" for text in said]
-    return digests, problems
+    return looks, problems
 
 
 def check_omniglot(name: str) -> Check:
@@ -152,7 +153,7 @@ def check_omniglot(name: str) -> Check:
     return Check(name=name, images=images, holds=describe(source), left_out={}, problems=[])
 
 
-def find_copies(task: Task, digests: Mapping[Path, bytes]) -> list[str]:
+def find_copies(task: Task, looks: Mapping[Path, Look]) -> list[str]:
     """Return a problem for each picture that two or more files show, whatever their format.
 
     Each problem names the files and, where the copies lie in several classes or parts, these, too.
@@ -160,8 +161,8 @@ def find_copies(task: Task, digests: Mapping[Path, bytes]) -> list[str]:
     one into the test.
     """
     groups = defaultdict[bytes, list[Path]](list)  # files of the same picture, by its digest
-    for file, digest in digests.items():
-        groups[digest].append(file)
+    for file, look in looks.items():
+        groups[look.digest].append(file)
     class_of, part_of = classes_and_parts(task)
     problems = []
     for files in groups.values():

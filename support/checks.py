@@ -19,6 +19,7 @@ from data import (
     NO_CLASS,
     SPLITS,
     Channels,
+    Look,
     Pool,
     Split,
     Stored,
@@ -182,31 +183,49 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
 # --- what makes a number mean something else -----------------------------------------------------
 
 
-def find_doubts(task: Task, pixels: Mapping[Path, bytes] | None = None) -> list[str]:
+def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[str]:
     """Return a line for each thing that is not refused, but that readers of an accuracy must know.
 
     Such things are: splits that share images, images with two labels, images made from others,
-    images of one colour, classes that a split lacks, labels that are not counted, and names that
-    other computers write otherwise. `pixels` has a digest of the pixels of each image file that was
-    read before.
+    images that are black or of one colour, classes that a split lacks, labels that are not counted,
+    and names that other computers write otherwise. `looks` has what was found in each image file
+    that was read before.
     """
-    doubts = find_common_images(task, pixels or {})
+    looks = looks or {}
+    doubts = find_common_images(task, {file: look.digest for file, look in looks.items()})
     doubts += find_converted(task) + find_derived(task) + find_decomposed(task)
     for name in SPLITS:
-        doubts += find_doubts_of_split(name, getattr(task, name), task.classes)
+        split: Split = getattr(task, name)
+        doubts += find_empty(name, split.images, looks)
+        doubts += find_doubts_of_labels(name, split, task.classes)
     return doubts
 
 
-def find_doubts_of_split(name: str, split: Split, classes: Sequence[str]) -> list[str]:
-    """Return a line if most images have one colour, if classes lack, and if few labels count."""
-    doubts = []
-    if isinstance(split.images, Tensor):
-        without_contrast = count_without_contrast(split.images)
-        if 2 * without_contrast > len(split.images):
-            doubts.append(
-                f"{name}: {without_contrast} of {len(split.images)} images are of one colour"
-            )
-    doubts += find_lacking_classes(name, split, classes)
+def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[str]:
+    """Return a line if all images are black, or else if most of them have one colour.
+
+    Files are black if no number in them is above 1 of 255, as where numbers from 0 to 1 were saved
+    as whole ones; in memory, such images are refused. Asked of are the files in `looks`, see
+    `find_doubts`; `name` says what has the images, such as "train" or "pool".
+    """
+    if isinstance(images, Tensor):
+        without_contrast = count_without_contrast(images)
+    else:
+        found = [looks[file] for file in images if file in looks]
+        if found and max(look.brightest for look in found) < 2:
+            return [
+                f"{name}: no pixel is above 1 of 255, so the images are black; were numbers from 0"
+                " to 1 saved as whole numbers?"
+            ]
+        without_contrast = sum(look.is_of_one_colour for look in found)
+    if 2 * without_contrast > len(images):
+        return [f"{name}: {without_contrast} of {len(images)} images are of one colour"]
+    return []
+
+
+def find_doubts_of_labels(name: str, split: Split, classes: Sequence[str]) -> list[str]:
+    """Return a line if classes lack in a split, and one if few of its labels count."""
+    doubts = find_lacking_classes(name, split, classes)
     labels = split.targets
     if labels.ndim == 2 and (labels == 0).sum() > (labels == -1).sum():
         percent = 100 * float((labels == 0).float().mean())

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from data import SPLITS, Pool, Split, Task, Transform, check_readable, decode_once, folder
+from data import SPLITS, Look, Pool, Split, Task, Transform, check_readable, decode_once, folder
+from extras.datasets import check
 from lora import cross_entropy
 from support.checks import (
     as_checked,
@@ -141,8 +143,8 @@ def test_a_picture_beside_its_converted_copy_is_told_where_the_split_parts_them(
     assert "namesake" in line and f"split: {parted}, such as " in line
 
 
-def read_before(task: Task) -> dict[Path, bytes]:
-    """A digest of the pixels of each file, as the look at images before a run has it."""
+def read_before(task: Task) -> dict[Path, Look]:
+    """What was found in each file, as a run looks at its images before the work."""
     return check_readable([file for name in SPLITS for file in getattr(task, name).images])
 
 
@@ -405,6 +407,40 @@ def test_images_of_one_colour_are_told_if_they_are_the_most() -> None:
     assert "test: 3 of 4 images are of one colour" in doubts and not any(
         "val:" in x for x in doubts
     )
+
+
+def test_files_that_are_black_or_of_one_colour_are_told_as_in_memory(tmp_path: Path) -> None:
+    """The numbers 0 and 1, as of pixels from 0 to 1 that were saved as whole numbers; 2 are none.
+
+    Each picture of one colour is a line, too, where they are more than half.
+    """
+    generator = np.random.default_rng(0)
+    told = (
+        "no pixel is above 1 of 255, so the images are black; were numbers from 0 to 1 saved as"
+        " whole numbers?"
+    )
+    for case, highest in (("black", 1), ("dark", 2)):
+        for kind in ("cat", "dog"):
+            for k in range(10):
+                pixels = generator.integers(0, highest + 1, (8, 8, 3), dtype=np.uint8)
+                pixels[0, 0] = highest
+                file = tmp_path / case / kind / f"{k}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(file)
+        task = folder(tmp_path / case, 0)
+        expected = [f"{name}: {told}" for name in SPLITS] if case == "black" else []
+        assert find_doubts(task, read_before(task)) == expected
+
+    task = folder(tmp_path / "dark", 0)
+    colour = 0
+    for split, plain in ((task.train, 6), (task.test, 3)):  # of 14, and of 4
+        for file in split.images[:plain]:
+            colour += 1
+            Image.new("RGB", (8, 8), (3 * colour, 9, 200)).save(file)
+    said = ["test: 3 of 4 images are of one colour"]
+    assert find_doubts(task, read_before(task)) == said
+    assert check(f"folder:{tmp_path}/dark", tmp_path).problems == said
+    assert len(check(f"folder:{tmp_path}/black", tmp_path).problems) == 3
 
 
 def test_masks_and_changed_copies_beside_their_originals_are_told(tmp_path: Path) -> None:
