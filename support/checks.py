@@ -239,22 +239,23 @@ def find_doubts_of_labels(name: str, split: Split, classes: Sequence[str]) -> li
 def find_lacking_classes(name: str, split: Split, classes: Sequence[str]) -> list[str]:
     """Return a line if the split `name` has no image of a class, and one if of a class it has all.
 
-    The second is asked where an image may have several classes. Then a class that each image has is
-    found by any network, and the mean average precision is of the classes that are there.
+    The second is asked of val and test where an image may have several classes. Then a class that
+    each image has is found by any network, and the mean average precision is of the classes that
+    are there.
     """
     lines = []
     # Not strict: of a subset, torchvision may know fewer names than numbers.
     counts = list(zip(classes, count_by_class(split, len(classes)), strict=False))
     lacking = [class_name for class_name, n in counts if n == 0]
-    may_be_several = split.targets.ndim == 2
+    has_map = split.targets.ndim == 2 and name != "train"  # training images are not scored
     if lacking:
         line = f"{name} has no image of class {shorten(lacking)}"
-        if may_be_several:
+        if has_map:
             line += (
                 f"; its mAP is the mean of {len(counts) - len(lacking)} of {len(counts)} classes"
             )
         lines.append(line)
-    if may_be_several:
+    if has_map:
         is_without_no = ~(split.targets == -1).any(0)  # (classes,)
         sure = [
             class_name

@@ -300,6 +300,9 @@ def test_of_several_classes_what_their_map_is_of_is_told() -> None:
         " its mAP is the mean of 2 of 20 classes",
         "test: no image is without class c14, so any network finds it",
     ]
+    lacking_alone = ["train has no image of class c0, c1, c2, c3, c4 and 13 more"]  # not scored
+    train = Split(torch.rand(12, 3, 8, 8), labels)
+    assert find_lacking_classes("train", train, names) == lacking_alone
     labels[:10], labels[10:] = 1, -1
     assert find_lacking_classes("test", Split(torch.rand(12, 3, 8, 8), labels), names) == []
 
