@@ -7,7 +7,8 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from functools import lru_cache
 from numbers import Real
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from data import (
     evenly_spaced,
     find_lookalikes,
     size_of,
+    words_of,
 )
 
 # --- what a script hands over --------------------------------------------------------------------
@@ -299,10 +301,10 @@ def find_without_class(train: Split) -> list[str]:
 def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
     """Return a line for each two splits with equal images, and for each split with copies in it.
 
-    Copies are told in validation and test, where each of them counts; in any split, if their labels
-    differ. Images are equal if their pixels are. `pixels` has a digest of these for each file that
-    was read before; if it lacks a file of a split, that split is compared by the bytes of files,
-    see `digests_of_files`.
+    Copies are told in validation and test, where each of them counts; in any splits, if their
+    labels differ. Images are equal if their pixels are. `pixels` has a digest of these for each
+    file that was read before; if it lacks a file of a split, that split is compared by the bytes of
+    files, see `digests_of_files`.
     """
     splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
     of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
@@ -332,10 +334,12 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
             lines.append(
                 f"{name}: its {len(digests)} images are {different} different pictures: {meaning}"
             )
-    for name, split in splits.items():
-        n = count_with_two_labels(of_each[name], split.targets)
-        if n:
-            lines.append(f"{name}: pictures that are there twice, with different labels: {n}")
+    known = [name for name in SPLITS if of_each[name]]
+    digests = [digest for name in known for digest in of_each[name]]
+    labels = [str(label) for name in known for label in splits[name].targets.tolist()]
+    n = count_with_two_labels(digests, labels)
+    if n:
+        lines.append(f"pictures that are there twice, with different labels: {n}")
     return lines
 
 
@@ -376,40 +380,44 @@ def sizes_of(images: Stored) -> dict[Path, int]:
     return {file: size_of(file) for file in images}
 
 
-def count_with_two_labels(digests: Sequence[bytes], labels: Tensor) -> int:
-    """Return how many different pictures have two labels or more; 0 if `digests` is [].
+def count_with_two_labels(digests: Sequence[bytes], labels: Sequence[str]) -> int:
+    """Return how many different pictures have two labels or more.
 
-    >>> count_with_two_labels([b"a", b"a", b"b", b"b"], torch.tensor([0, 1, 2, 2]))
+    >>> count_with_two_labels([b"a", b"a", b"b", b"b"], ["0", "1", "2", "2"])
     1
     """
     labels_of = defaultdict[bytes, set[str]](set)  # of each picture
-    for digest, label in zip(digests, labels.tolist(), strict=False):
-        labels_of[digest].add(str(label))
+    for digest, label in zip(digests, labels, strict=True):
+        labels_of[digest].add(label)
     return sum(len(of_picture) > 1 for of_picture in labels_of.values())
 
 
 def find_converted(task: Task) -> list[str]:
-    """Return a line if two files beside each other, in two splits, differ only in their endings.
+    """Return a line if files beside each other differ only in their endings.
 
-    This happens where images were converted and the originals were kept: `holdout` splits by name.
+    This happens where images were converted and the originals were kept (`holdout` splits by name),
+    and where masks lie beside their photos.
     """
-    # From the path of a file without its ending to the splits and endings with which it was met.
-    met = defaultdict[Path, set[tuple[str, str]]](set)
-    twins = list[Path]()
-    for name in SPLITS:
-        images = getattr(task, name).images
-        for file in [] if isinstance(images, Tensor) else images:
-            ending = file.suffix.lower()
-            met_before = met[file.with_suffix("")]
-            if any(split != name and other != ending for split, other in met_before):
-                twins.append(file)
-            met_before.add((name, ending))
+    endings = defaultdict[Path, set[str]](set)  # of each path without its ending
+    for file in files_of(task):
+        endings[file.with_suffix("")].add(file.suffix.lower())
+    twins = [path for path, of_path in endings.items() if len(of_path) > 1]
     if not twins:
         return []
+    names = " and ".join(f"{twins[0]}{ending}" for ending in sorted(endings[twins[0]]))
     return [
-        f"images with a namesake with another ending in another split: {len(twins)}, such as"
-        f" {twins[0]}. Is it the same picture, converted? Then remove one of both"
+        f"images that have a namesake with another ending: {len(twins)}, such as {names}. Are these"
+        " an image and its mask, or the same picture, converted? Then remove one of both"
     ]
+
+
+def files_of(task: Task) -> dict[Path, str]:
+    """Return the image files of a task, and the split that each is in, such as "train"."""
+    files: dict[Path, str] = {}
+    for name in SPLITS:
+        images = getattr(task, name).images
+        files |= dict.fromkeys([] if isinstance(images, Tensor) else images, name)
+    return files
 
 
 def find_decomposed(task: Task) -> list[str]:
@@ -436,42 +444,216 @@ def find_decomposed(task: Task) -> list[str]:
     ]
 
 
-# The end of a name that says what was made of an image: 0_mask.png, 0 (copy).png, 0-flip.png
-DERIVED = re.compile(
-    r"(?P<original>.+?)[ _-]+\(?(mask|seg|segmentation|label|gt|flip|flipped|rot|rotated|aug|copy)"
-    r"[ _-]*\d*\)?",
-    re.IGNORECASE,
-)
+# Words in a name that say that a mask or a copy was made of another image, as 0_mask.png of 0.png.
+MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "seg", "anno", "annot"}
+COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rotated", "cropped"}
+COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
+
+# Of each file whose name was made from another's beside it: that one, and the change of the name.
+Originals = dict[Path, tuple[Path, str]]
 
 
 def find_derived(task: Task) -> list[str]:
-    """Return a line if files look as if made from one beside them, such as 0_mask.png from 0.png.
+    """Return lines if files look like masks or changed copies of others of their class.
 
-    So does a file in a folder of masks that has the name of one above it: masks/0.png of 0.png.
-
-    They would count as images of the class, and `holdout` may put them into another split than
-    their original.
+    A copy may be tested where its original was trained on. Where both are in training, nothing is
+    said: many data sets come with such copies. Masks are told in any split.
     """
-    files = set[Path]()
-    for name in SPLITS:
-        images = getattr(task, name).images
-        files.update([] if isinstance(images, Tensor) else images)
-    without_ending = {file.with_suffix("") for file in files}
-    derived = []
-    for file in sorted(files):
-        match = DERIVED.fullmatch(file.stem)
-        is_changed = match and file.with_name(match["original"]) in without_ending
-        # Such as cat/masks/0.png of cat/0.png
-        is_in_masks = NO_CLASS.get(file.parent.name.lower()) == "mask"
-        if is_changed or (is_in_masks and file.parent.parent / file.stem in without_ending):
-            derived.append(file)
-    if not derived:
+    files = files_of(task)
+    originals = find_originals(files)
+    masks = find_masks(files, originals)
+    lines = say_masks(masks)
+    others = {file: name for file, name in classes_of(task).items() if file not in masks}
+    for told, copies in (
+        (
+            "whose names say that they were made of others",
+            find_named_copies(originals, masks, len(files)),
+        ),
+        ("that Roboflow made of one picture, as their names say", find_versions(others)),
+        ("that have a namesake in another folder of their class", find_in_two_folders(others)),
+    ):
+        doubtful = [
+            copy for copy, original in copies.items() if {files[copy], files[original]} != {"train"}
+        ]
+        if doubtful:
+            first = doubtful[0]
+            lines.append(
+                f"images {told}: {len(doubtful)}, such as {first} of {copies[first]}. A changed"
+                " copy may be tested where its original was trained on, and a mask is no image of a"
+                " class: if they are such, remove them, or give train/ and test/ with copies in"
+                " train/ alone"
+            )
+    return lines
+
+
+def say_masks(masks: Collection[Path]) -> list[str]:
+    """Return a line on files that look like masks, if there are any."""
+    if not masks:
         return []
     return [
-        f"images that look like masks or changed copies of one beside them: {len(derived)}, such as"
-        f" {derived[0]}. Masks are no images of a class, and a copy may be tested where its"
-        " original was trained on; remove them, or give train/ and test/"
+        f"images that look like masks of others: {len(masks)}, such as {min(masks)}. If they are, a"
+        " network learns from them as from images: remove them"
     ]
+
+
+def find_masks(files: Collection[Path], originals: Originals) -> set[Path]:
+    """Return the files that look like masks of others, such as 0_mask.png beside 0.png.
+
+    So do those in a folder of masks that have the name of an image above them, or of one in a
+    folder of images beside theirs: masks/0.png of 0.png or of images/0.png.
+    """
+    in_masks = [file for file in files if NO_CLASS.get(file.parent.name.lower()) == "mask"]
+    places = set[Path]()  # where a folder of masks may have namesakes: cat/0 for cat/masks/0.png
+    if in_masks:
+        for file in files:
+            places.add(file.with_suffix(""))
+            if NO_CLASS.get(file.parent.name.lower()) == "image":
+                places.add(file.parent.parent / file.stem)
+    masks = {file for file in in_masks if file.parent.parent / file.stem in places}
+    return masks | {
+        file for file, (_, change) in originals.items() if not MASKS.isdisjoint(words_of(change))
+    }
+
+
+def find_named_copies(
+    originals: Originals, masks: Collection[Path], images: int
+) -> dict[Path, Path]:
+    """Return the files that are named as copies of others beside them, and these; without masks.
+
+    `images` says how many there are in all. What was added to the name of the original is one of
+    COPIES, or any word that was added to many names, as in 0_bright.png, 1_bright.png and so on.
+    """
+    times = Counter(without_digits(change) for _, change in originals.values())
+    return {
+        file: original
+        for file, (original, change) in originals.items()
+        if file not in masks
+        and (
+            not COPIES.isdisjoint(words_of(change))
+            or is_often(times[without_digits(change)], images)
+        )
+    }
+
+
+def without_digits(text: str) -> str:
+    """Return a text without its digits, such as "_deg" of "_90deg"."""
+    return re.sub(r"\d+", "", text)
+
+
+def is_often(times: int, images: int) -> bool:
+    """Whether something is true of so many of all images that it is hardly chance.
+
+    >>> is_often(3, 300), is_often(3, 301), is_often(2, 4)
+    (True, False, False)
+    """
+    return times >= 3 and 100 * times >= images
+
+
+def find_originals(files: Iterable[Path]) -> Originals:
+    """Return for each file whose name was made from another's beside it: that one, and the change.
+
+    Such as 0.png and "_mask 2" for 0_mask 2.png.
+    """
+    by_folder = defaultdict[Path, dict[str, Path]](dict)  # files by their names without endings
+    for file in files:
+        by_folder[file.parent].setdefault(file.stem, file)
+    originals: Originals = {}
+    for by_name in by_folder.values():
+        for name, file in by_name.items():
+            original, change = find_original(name, by_name)
+            if original:
+                originals[file] = by_name[original], change
+    return originals
+
+
+def find_original(name: str, names: Container[str]) -> tuple[str, str]:
+    """Return the one of `names` that a name was made from, and the change; ("", "") without one.
+
+    The change has a word: 0_2 may well be another image than 0. Before the name of the original,
+    it is one of MASKS or COPIES.
+
+    >>> names = ["0", "1"]
+    >>> find_original("0_bright 2", names), find_original("mask_1_7", names)
+    (('0', '_bright 2'), ('1', 'mask_'))
+    >>> find_original("0_2", names)
+    ('', '')
+    """
+    _, *shorter = beginnings(name)
+    for original in shorter:
+        change = name[len(original) :]
+        if original in names and words_of(change):
+            return original, change
+    for start in reversed(shorter):
+        change, rest = name[: len(start) + 1], name[len(start) + 1 :]
+        for original in beginnings(rest):
+            if original in names and not (MASKS | COPIES).isdisjoint(words_of(change)):
+                return original, change
+    return "", ""
+
+
+def beginnings(name: str) -> list[str]:
+    """Return a name and what is before each of its separators, longest first.
+
+    >>> beginnings("1_mask 2")
+    ['1_mask 2', '1_mask', '1']
+    """
+    ends = [k for k, character in enumerate(name) if character in " ._-("]
+    return [name, *(name[:end] for end in reversed(ends))]
+
+
+def find_versions(class_of: Mapping[Path, str]) -> dict[Path, Path]:
+    """Return files that Roboflow made of one picture, and the first one of it, in a class.
+
+    It augments images, and names them as 0_jpg.rf.1a2b.jpg and 0_jpg.rf.3c4d.jpg.
+    """
+    first = dict[tuple[str, str], Path]()  # by class and name of the picture
+    versions: dict[Path, Path] = {}
+    for file, class_name in class_of.items():
+        picture, mark, _ = file.stem.rpartition(".rf.")
+        if mark and first.setdefault((class_name, picture), file) != file:
+            versions[file] = first[class_name, picture]
+    return versions
+
+
+def find_in_two_folders(class_of: Mapping[Path, str]) -> dict[Path, Path]:
+    """Return files with a namesake in another folder of their class, and the namesake.
+
+    Such as cat/resized/0.png of cat/0.png, or cat/augmented/0.png of cat/original/0.png. Where
+    classes hold more than four folders, of other names, these are likely to be patients or films
+    whose images are numbered anew; then nothing is returned.
+    """
+    first = dict[tuple[Path, str], Path]()  # by class folder and name
+    places = set[tuple[Path, Path]]()  # folders with images, and the class folders they are in
+    namesakes: dict[Path, Path] = {}
+    for file, class_name in class_of.items():
+        class_folder = folder_of_class(file.parent, class_name)
+        places.add((file.parent, class_folder))
+        met = first.setdefault((class_folder, file.stem), file)
+        if met.parent != file.parent:
+            namesakes[file] = met
+    names = {place.relative_to(class_folder) for place, class_folder in places}
+    if len(names) > 4 or not is_often(len(namesakes), len(class_of)):
+        return {}
+    return namesakes
+
+
+def classes_of(task: Task) -> dict[Path, str]:
+    """Return the name of the class of each image file; {} where images have several classes."""
+    class_of: dict[Path, str] = {}
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        if split.targets.ndim == 1 and not isinstance(split.images, Tensor):
+            labels = split.targets.tolist()
+            # Of a subset, torchvision may know fewer names than numbers.
+            names = [task.classes[k] if k < len(task.classes) else str(k) for k in labels]
+            class_of |= dict(zip(split.images, names, strict=True))
+    return class_of
+
+
+@lru_cache(maxsize=1)  # the next file lies mostly beside this one
+def folder_of_class(place: Path, class_name: str) -> Path:
+    """Return the folder named as the class, in which `place` is; `place` if there is none."""
+    return next((path for path in (place, *place.parents) if path.name == class_name), place)
 
 
 def count_without_contrast(images: Tensor) -> int:

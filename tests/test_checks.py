@@ -1,6 +1,7 @@
 """What is asked of a task before a run: what a script hands over, and what is doubtful."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from support.checks import (
     as_checked,
     check_pool,
     check_task,
+    find_derived,
     find_doubts,
     find_lacking_classes,
     find_without_class,
@@ -127,20 +129,15 @@ def test_equal_images_in_two_splits_are_told_in_folders_and_in_memory(tmp_path: 
     assert line.startswith("val and test have 4 images in common: epochs and rates are chosen on")
 
 
-def test_a_picture_beside_its_converted_copy_is_told_where_the_split_parts_them(
-    tmp_path: Path,
-) -> None:
-    photos_in(tmp_path, [f"{kind}/{k:02}.png" for kind in ("cat", "dog") for k in range(15)])
+def test_files_that_differ_in_their_endings_alone_are_told(tmp_path: Path) -> None:
+    """Converted pictures, or photos and their masks; also within a split that the user made."""
+    names = [f"{part}/{kind}/{k}.jpg" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
     assert find_doubts(folder(tmp_path, 0)) == []
-    for file in [*tmp_path.glob("*/*.png")]:
-        Image.open(file).save(file.with_suffix(".bmp"))
-    task = folder(tmp_path, 0)
-    place_of = {f: name for name in SPLITS for f in getattr(task, name).images}
-    parted = sum(
-        place_of[f] != place_of[f.with_suffix(".bmp")] for f in place_of if f.suffix == ".png"
-    )
-    (line,) = find_doubts(task)
-    assert "namesake" in line and f"split: {parted}, such as " in line
+    photos_in(tmp_path, ["test/cat/1.png", "test/cat/2.png", "train/dog/3.PNG"])
+    (line,) = find_doubts(folder(tmp_path, 0))
+    assert "another ending: 3, such as " in line and "/dog/3.jpg and " in line
+    assert "an image and its mask" in line
 
 
 def read_before(task: Task) -> dict[Path, Look]:
@@ -176,7 +173,7 @@ def test_a_picture_with_two_labels_is_told_in_folders_and_in_memory(tmp_path: Pa
     shutil.copy(tmp_path / "train/cat/1.png", tmp_path / "train/cat/copy.png")  # one label
     shutil.copy(tmp_path / "test/cat/1.png", tmp_path / "test/dog/copy.png")
     task = folder(tmp_path, 0)
-    said = "test: pictures that are there twice, with different labels: 1"
+    said = "pictures that are there twice, with different labels: 1"
     counted = "test: its 7 images are 6 different pictures: each image counts in the accuracy"
     first, second = find_doubts(task, read_before(task))
     assert first.startswith(counted) and second == said
@@ -186,6 +183,17 @@ def test_a_picture_with_two_labels_is_told_in_folders_and_in_memory(tmp_path: Pa
         last = Split(twice, torch.tensor(labels))
         lines = find_doubts(Task("own", *splits, last, ["a", "b", "c"]))
         assert [line for line in lines if "twice" in line] == [f"{said[:-1]}{n}"] * bool(n)
+
+
+def test_a_picture_with_a_label_in_one_split_and_another_in_another_is_told(tmp_path: Path) -> None:
+    names = [f"{part}/{kind}/{k}.png" for part in SPLITS for kind in ("cat", "dog") for k in "123"]
+    photos_in(tmp_path, names)
+    shutil.copy(tmp_path / "val/cat/1.png", tmp_path / "test/cat/copy.png")  # one label
+    shutil.copy(tmp_path / "val/cat/2.png", tmp_path / "test/dog/copy.png")
+    task = folder(tmp_path, 0)
+    common, labels = find_doubts(task, read_before(task))
+    assert common.startswith("val and test have 2 images in common")
+    assert labels == "pictures that are there twice, with different labels: 1"
 
 
 def test_an_image_that_counts_several_times_is_told(tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_one_file_in_two_splits_is_no_converted_namesake(tmp_path: Path) -> None
     assert [line for line in lines if "namesake" in line] == []
     assert any(line.startswith("train and test have 3 images in common") for line in lines)
     (line,) = [x for x in find_doubts(task._replace(test=part("2.jpg"))) if "namesake" in x]
-    assert "split: 1, such as" in line
+    assert "another ending: 1, such as" in line
 
 
 def test_accents_as_old_macs_write_them_are_told(tmp_path: Path) -> None:
@@ -446,16 +454,73 @@ def test_files_that_are_black_or_of_one_colour_are_told_as_in_memory(tmp_path: P
     assert len(check(f"folder:{tmp_path}/black", tmp_path).problems) == 3
 
 
-def test_masks_and_changed_copies_beside_their_originals_are_told(tmp_path: Path) -> None:
-    """Only where the original is there, and only a word apart: mask_1, 3 and flipper are none."""
+def own_files(*parts: Sequence[str]) -> Task:
+    """A task of the files of these names, none of which is there, in train, val and test."""
+    splits = []
+    for names in parts:
+        labels = [int("dog/" in name) for name in names]
+        splits.append(Split([Path("/photos", name) for name in names], torch.tensor(labels)))
+    return Task("own", *splits, ["cat", "dog"])
+
+
+def test_masks_beside_their_originals_are_told(tmp_path: Path) -> None:
+    """Only where the original is there, and the word is a word of its own: flipper is none."""
     names = [f"{kind}/{k}" for kind in ("cat", "dog") for k in ("benign (1)", "1", "2", "3")]
-    none = ["cat/mask_1", "cat/4_mask", "dog/flipper"]
-    photos_in(tmp_path, [f"{name}.png" for name in [*names, *none]])
-    assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
-    made = ["cat/benign (1)_mask", "cat/1_mask_2", "dog/2-flip", "dog/3 (copy)", "dog/1_aug7"]
+    photos_in(tmp_path, [f"{name}.png" for name in [*names, "cat/4_mask", "dog/1flipper"]])
+    assert find_doubts(folder(tmp_path, 0)) == []
+    made = ["cat/benign (1)_mask", "cat/1_mask_2", "dog/2_anno", "dog/3.mask", "dog/mask_1"]
     photos_in(tmp_path, [f"{name}.png" for name in made])
-    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
-    assert "beside them: 5, such as" in line and "cat/1_mask_2.png" in line
+    (line,) = find_derived(folder(tmp_path, 0))
+    assert "look like masks of others: 5, such as" in line and "cat/1_mask_2.png" in line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("{}_flipLR", "{}_90deg", "{} - Copy (2)", "aug_{}_123", "Copy of {}", "{}-bright"),
+        *("resized/{}", "more/{}"),
+    ],
+)
+def test_changed_copies_are_told_where_one_is_not_in_training(change: str) -> None:
+    """By names alone. Copies that are in training, with their originals, are well."""
+    names = [f"cat/{k}.png" for k in "123456"]
+    made = [f"cat/{change.format(k)}.png" for k in "123456"]
+    dogs = [[f"dog/{part}{k}.png" for k in "123"] for part in SPLITS]
+    all_in_train = find_derived(own_files([*names, *made, *dogs[0]], dogs[1], dogs[2]))
+    assert all_in_train == []
+    (line,) = find_derived(own_files([*names, *made[2:], *dogs[0]], dogs[1], made[:2] + dogs[2]))
+    assert ": 2, such as " in line and f"{made[0]} of " in line and f"/{names[0]}." in line
+    (line,) = find_derived(own_files(dogs[0], dogs[1], [*names, *made, *dogs[2]]))
+    assert ": 6, such as " in line
+
+
+def test_versions_that_roboflow_made_of_a_picture_are_told_where_they_are_parted() -> None:
+    def versions(mark: str) -> list[str]:
+        """Names of cats that differ from other versions in their mark."""
+        return [f"cat/{k}_jpg.rf.{mark}{k}.jpg" for k in "123"]
+
+    dog = ["dog/1_jpg.rf.aa.jpg"]
+    assert find_derived(own_files([*versions("a"), *versions("b")], dog, dog)) == []
+    (line,) = find_derived(own_files(versions("a"), versions("b"), dog))
+    assert "Roboflow made of one picture, as their names say: 3, such as" in line
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"{kind}/{k}_{j}.png" for kind in ("cat", "dog") for k in "123" for j in "123"]
+        + [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in "123"],
+        [f"{kind}/patient {p}/{k}.png" for kind in ("cat", "dog") for p in "12345" for k in "123"],
+        [f"{kind}/{kind} {place}/{place}{k}.png" for kind in ("cat", "dog") for place in "abc"
+         for k in "123"],
+        [f"101/{kind}/image_000{k}.jpg" for kind in ("cat", "dog") for k in "123456"],
+        [f"{kind}/n0{kind}_{k}.JPEG" for kind in ("cat", "dog") for k in "123456"],
+        ["cat/red.png", "cat/red apple.png", *[f"dog/{k}.png" for k in "123456"]],
+        [f"{kind}/{k}_front.png" for kind in ("cat", "dog") for k in "123456"],
+    ],
+)  # fmt: skip
+def test_usual_names_and_folders_are_not_taken_for_copies(names: list[str]) -> None:
+    assert find_derived(own_files(names[::3], names[1::3], names[2::3])) == []
 
 
 def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
@@ -465,4 +530,4 @@ def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
     assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
     photos_in(tmp_path, ["cat/Masks/1.tif", "dog/labels/2.png"])
     (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
-    assert "beside them: 2, such as" in line and "cat/Masks/1.tif" in line
+    assert "masks of others: 2, such as" in line and "cat/Masks/1.tif" in line
