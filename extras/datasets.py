@@ -29,7 +29,13 @@ from support.benchmarks import (
     place_of,
     say_no_name,
 )
-from support.checks import find_converted, find_derived, find_empty, find_lacking_classes
+from support.checks import (
+    find_converted,
+    find_derived,
+    find_empty,
+    find_lacking_classes,
+    find_masks_in_pool,
+)
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
 
@@ -77,6 +83,8 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         problems += find_copies(task, looks) + find_converted(task) + find_derived(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
+    elif name not in BENCHMARKS:
+        problems += find_masks_in_pool(found.images)
     return Check(
         name=name,
         images=len(files),

@@ -486,6 +486,13 @@ def find_derived(task: Task) -> list[str]:
     return lines
 
 
+def find_masks_in_pool(images: Stored) -> list[str]:
+    """Return a line if files of a pool look like masks; of up to 100,000 files, for the time."""
+    if isinstance(images, Tensor) or len(images) > MOST_SIZES:
+        return []
+    return say_masks(find_masks(images, find_originals(images)))
+
+
 def say_masks(masks: Collection[Path]) -> list[str]:
     """Return a line on files that look like masks, if there are any."""
     if not masks:

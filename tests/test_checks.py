@@ -523,6 +523,16 @@ def test_usual_names_and_folders_are_not_taken_for_copies(names: list[str]) -> N
     assert find_derived(own_files(names[::3], names[1::3], names[2::3])) == []
 
 
+def test_masks_in_a_pool_are_told(tmp_path: Path) -> None:
+    """Changed copies are none to tell there: nothing is tested."""
+    photos_in(tmp_path, [*(f"all/{k}.png" for k in range(9)), "all/1_flip.png"])
+    assert check(f"folder:{tmp_path}/all", tmp_path).problems == []
+    photos_in(tmp_path / "all", [*(f"{k}_mask.png" for k in range(4)), "x/images/1.png"])
+    photos_in(tmp_path / "all", ["x/masks/1.png"])
+    (line,) = check(f"folder:{tmp_path}/all", tmp_path).problems
+    assert "look like masks of others: 5, such as" in line
+
+
 def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
     """Where they have the names of images above them; a class may have folders of other names."""
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(6)]
