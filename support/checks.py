@@ -299,18 +299,30 @@ def find_without_class(train: Split) -> list[str]:
 
 
 def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
-    """Return a line for each two splits with equal images, and for each split with copies in it.
+    """Return lines on equal images: in two splits, twice in one, and with different labels.
 
-    Copies are told in validation and test, where each of them counts; in any splits, if their
-    labels differ. Images are equal if their pixels are. `pixels` has a digest of these for each
-    file that was read before; if it lacks a file of a split, that split is compared by the bytes of
-    files, see `digests_of_files`.
+    Images are equal if their pixels are. `pixels` has a digest of these for each file that was read
+    before; if it lacks a file of a split, that split is compared with others by the bytes of files,
+    see `digests_of_files`.
     """
     splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
     of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
-    of_files: dict[str, set[bytes]] = {}
-    if not all(of_each.values()):
-        of_files = digests_of_files(splits)
+    of_files = {} if all(of_each.values()) else digests_of_files(splits)
+    return [
+        *find_shared(of_each, of_files),
+        *find_repeated(of_each),
+        *find_two_labels(of_each, splits),
+    ]
+
+
+def find_shared(
+    of_each: Mapping[str, list[bytes]], of_files: Mapping[str, set[bytes]]
+) -> list[str]:
+    """Return a line for each two splits with equal images.
+
+    `of_each` has for each split the digests of its pixels, [] where they are not known; then
+    `of_files` has those of its files.
+    """
     lines = []
     for one, two, meaning in (
         ("train", "test", "the test is of images that were trained on"),
@@ -324,6 +336,12 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
         if n:
             images = "an image" if n == 1 else f"{n} images"
             lines.append(f"{one} and {two} have {images} in common: {meaning}")
+    return lines
+
+
+def find_repeated(of_each: Mapping[str, list[bytes]]) -> list[str]:
+    """Return a line if validation has an image twice, and one if test has; each copy counts."""
+    lines = []
     for name, meaning in (
         ("val", "epochs and rates are chosen by each image"),
         ("test", "each image counts in the accuracy, and in its interval"),
@@ -334,13 +352,16 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
             lines.append(
                 f"{name}: its {len(digests)} images are {different} different pictures: {meaning}"
             )
+    return lines
+
+
+def find_two_labels(of_each: Mapping[str, list[bytes]], splits: Mapping[str, Split]) -> list[str]:
+    """Return a line if equal images, in any splits whose pixels are known, have other labels."""
     known = [name for name in SPLITS if of_each[name]]
     digests = [digest for name in known for digest in of_each[name]]
     labels = [str(label) for name in known for label in splits[name].targets.tolist()]
     n = count_with_two_labels(digests, labels)
-    if n:
-        lines.append(f"pictures that are there twice, with different labels: {n}")
-    return lines
+    return [f"pictures that are there twice, with different labels: {n}"] if n else []
 
 
 def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]:
