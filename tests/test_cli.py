@@ -320,7 +320,7 @@ def test_all_that_is_missing_is_told_at_once_and_nothing_is_written(
         assert (code, out) == (2, "")
         dataset, pool, weights = err.splitlines()
         assert "data/CUB_200_2011" in dataset and "download cub200" in dataset
-        assert "data/imagenet" in pool and "--pool" in pool
+        assert "data/imagenet" in pool and "imagenet is taken where no --pool is given" in pool
         assert "any folder of images serves: --pool DIR" in pool
         assert "1318 MB" in weights and "another machine" in weights and "--weights FILE" in weights
         assert [*Path().iterdir()] == []

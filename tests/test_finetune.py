@@ -526,8 +526,12 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     with pytest.raises(UsageError, match="has rank 4, this run 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
     (runs / "s2" / "adapter.safetensors").unlink()
-    with pytest.raises(UsageError, match="s2: is no finished"):
+    with pytest.raises(UsageError, match=r"s2: is no finished .* its own command goes on with it"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
+    (runs / "s2" / "config.json").unlink()
+    (runs / "s2" / "result.json").unlink()
+    with pytest.raises(UsageError, match=r"s2: is no finished align or finetune run; give one"):
+        tune(weights, tmp_path / "out", start=runs / "s2", rank=4)
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from toy import align_line, done, finetune_line, read_records, torchrun
 import cli
 import support.progress as progress
 from support.errors import UsageError
-from support.processes import TORCHRUN, World, count_processes, make_ready
+from support.processes import HEARD, TORCHRUN, World, count_processes, hear, make_ready
 from support.screen import is_first_process
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -33,6 +33,22 @@ def wait_for_a_signal(ready: Path) -> None:
     ready.touch()
     while True:
         time.sleep(0.01)
+
+
+def test_what_a_terminal_says_after_ctrl_c_has_a_line_of_its_own() -> None:
+    """A terminal shows ^C where the cursor is, behind the progress bar."""
+    ours, terminal = os.openpty()
+    stderr = os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        hear(signal.SIGTERM)
+    finally:
+        os.dup2(stderr, 2)
+        HEARD.clear()
+    said = os.read(ours, 1000)
+    for file in (ours, terminal, stderr):
+        os.close(file)
+    assert said.startswith(b"\r\nstopping once this")
 
 
 @pytest.mark.parametrize(("number", "repeated"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
