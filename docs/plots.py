@@ -250,10 +250,11 @@ def factors(kappa: float) -> None:
     plot.path([(x(n), y(1 / (10**n + 1))) for n in np.linspace(-4, 2, 121)], "curve")
     plot.words(x(-4) + 10, y(0.62), "what M-FAC sees:", "blue")
     plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
-    plot.words(WIDTH - RIGHT, y(0.96), "by Gauss and Newton:", "ochre", "end")
+    above = y(KEPT[1]) - 10  # the last of three lines of words
+    plot.words(WIDTH - RIGHT, above - 36, "by Gauss and Newton:", "ochre", "end")
     mean = f"mean {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ along g,"
-    plot.words(WIDTH - RIGHT, y(0.96) + 18, mean, "ochre", "end")
-    plot.words(WIDTH - RIGHT, y(0.96) + 36, f"|q| is {KEPT[0]} to {KEPT[1]} |g|", "ochre", "end")
+    plot.words(WIDTH - RIGHT, above - 18, mean, "ochre", "end")
+    plot.words(WIDTH - RIGHT, above, f"|q| is {KEPT[0]} to {KEPT[1]} |g|", "ochre", "end")
     plot.axes(
         [(x(n), power(n)) for n in range(-4, 3)],
         [(y(n), f"{n:.1f}") for n in (0, 0.5, 1)],

@@ -324,8 +324,10 @@ def ending(
 
 
 def cut(*args: Any, **kwargs: Any) -> int:
-    """Exit code of what `ending` gives, in a forked process."""
-    return finish(start(ending(*args, **kwargs), SAID))
+    """Exit code of what `ending` gives, in a forked process; a failing test shows what it said."""
+    code = finish(start(ending(*args, **kwargs), SAID))
+    print(SAID.read_text())
+    return code
 
 
 def same(*files: str) -> bool:
