@@ -252,7 +252,7 @@ def factors(kappa: float) -> None:
     plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
     above = y(KEPT[1]) - 10  # the last of three lines of words
     plot.words(WIDTH - RIGHT, above - 36, "by Gauss and Newton:", "ochre", "end")
-    mean = f"mean {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ along g,"
+    mean = f"along g {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ,"
     plot.words(WIDTH - RIGHT, above - 18, mean, "ochre", "end")
     plot.words(WIDTH - RIGHT, above, f"|q| is {KEPT[0]} to {KEPT[1]} |g|", "ochre", "end")
     plot.axes(
