@@ -35,7 +35,7 @@ def find_imports(file: Path) -> dict[str, Path]:
     module of this program or of Python goes before one of the same name in the folder, so such a
     one is none of them. Raises OSError and SyntaxError.
     """
-    folder = file.parent.resolve()  # of a link to a file, it is that of the link
+    folder = file.resolve().parent  # of a link it is that of its target, as in `run_file`
     taken = sys.stdlib_module_names | names_of_program()
     found: dict[str, Path] = {}
     to_read = [(file, "")]  # files, and the package that each one is in; "": none

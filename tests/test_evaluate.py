@@ -330,6 +330,22 @@ def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_p
     assert found[3].differs["align_pretext"] == ("align with pretext task mae", there)
 
 
+def test_a_class_of_ones_own_that_is_called_ijepa_has_none_of_its_recipe(tmp_path: Path) -> None:
+    """Fine-tuning after it had a linear head, as after MAE; after I-JEPA it has a batchnorm.
+
+    An adapter names the class in small letters. That of I-JEPA says which encoder it is of.
+    """
+    said: dict[str, Any] = {"mae": {"pretext": "mae"}, "own": {"pretext": "ijepa"}}
+    said["ijepa"] = {"pretext": "ijepa", "base": "target_encoder"}
+    for name, pretext in said.items():
+        origin = {"stage": "finetune", "backbone": "vit_l16", "origin": {}} | pretext
+        finished(tmp_path / name, [70.0], by="mfac", origin=origin)
+    _, own, ijepa = evaluate([tmp_path / name for name in said]).arms
+    assert own.differs.keys() == {"align_pretext"}
+    head = ("its start: downstream head batchnorm", "its start: downstream head linear")
+    assert ijepa.differs["start_head"] == head
+
+
 def test_seeds_with_one_pretext_task_in_files_at_two_places_are_an_arm(tmp_path: Path) -> None:
     """As after a move of the file; another class is another arm."""
     on: Any = {"pretext": "mine", "pretext_sha256": "1" * 64}

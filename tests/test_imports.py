@@ -71,12 +71,8 @@ def test_imports_are_those_of_the_folder_whoever_imports_them(tmp_path: Path) ->
 
 
 def test_a_name_that_python_knows_otherwise_is_refused(tmp_path: Path) -> None:
-    """That of an installed package, whether or not it was loaded before; a link is no matter."""
-    write(tmp_path, {"real/task.py": "import timm, helper\n", "folder/timm.py": ""})
-    write(tmp_path, {"folder/helper.py": "", "real/helper.py": ""})
-    (tmp_path / "folder/task.py").symlink_to(tmp_path / "real/task.py")
-    found = find_imports(tmp_path / "folder/task.py")
-    assert {path.parent for path in found.values()} == {tmp_path / "folder"}
+    """That of an installed package, whether or not it was loaded before."""
+    write(tmp_path, {"folder/task.py": "import timm\n", "folder/timm.py": ""})
     import timm
 
     with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
@@ -85,6 +81,23 @@ def test_a_name_that_python_knows_otherwise_is_refused(tmp_path: Path) -> None:
     assert sys.modules["timm"] is timm
     with pytest.raises(UsageError, match=r"imports .*folder/timm\.py, but .* rename one"):
         check_loaded(tmp_path / "folder/task.py")
+
+
+def test_a_link_to_a_task_takes_the_helper_beside_the_file_that_it_leads_to(tmp_path: Path) -> None:
+    """So does Python itself; the digest is of that helper, and of none beside the link."""
+    write(tmp_path, {"real/task.py": "from helper import K\nprint(K)\n"})
+    write(tmp_path, {"real/helper.py": "K = 1\n", "folder/helper.py": "K = 100\n"})
+    link = tmp_path / "folder/task.py"
+    link.symlink_to(tmp_path / "real/task.py")
+    call = [sys.executable, str(link)]
+    printed = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    before = digest_of_imports(link)
+    assert run_file(link)["K"] == int(printed) == 1
+    write(tmp_path, {"folder/helper.py": "K = 200\n"})
+    assert digest_of_imports(link) == before
+    write(tmp_path, {"real/helper.py": "K = 10\n"})
+    assert digest_of_imports(link) != before
+    assert run_file(link)["K"] == 10
 
 
 def test_a_helper_that_python_would_take_from_elsewhere_is_refused(
