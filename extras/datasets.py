@@ -33,6 +33,7 @@ from support.checks import (
     find_converted,
     find_derived,
     find_empty,
+    find_folders_in_classes,
     find_lacking_classes,
     find_masks_in_pool,
 )
@@ -80,7 +81,8 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, looks) + find_converted(task) + find_derived(task)
+        problems += find_copies(task, looks) + find_folders_in_classes(task)
+        problems += find_converted(task) + find_derived(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS:

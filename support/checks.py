@@ -4,6 +4,7 @@ Most of what is refused here would train, and give an accuracy that means someth
 """
 
 import hashlib
+import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
@@ -189,13 +190,14 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
     """Return a line for each thing that is not refused, but that readers of an accuracy must know.
 
     Such things are: splits that share images, images with two labels, images made from others,
-    images that are black or of one colour, classes that a split lacks, labels that are not counted,
-    and names that other computers write otherwise. `looks` has what was found in each image file
-    that was read before.
+    folders of images inside of class folders, images that are black or of one colour, classes that
+    a split lacks, labels that are not counted, and names that other computers write otherwise.
+    `looks` has what was found in each image file that was read before.
     """
     looks = looks or {}
     doubts = find_common_images(task, {file: look.digest for file, look in looks.items()})
-    doubts += find_converted(task) + find_derived(task) + find_decomposed(task)
+    doubts += find_folders_in_classes(task) + find_converted(task) + find_derived(task)
+    doubts += find_decomposed(task)
     for name in SPLITS:
         split: Split = getattr(task, name)
         doubts += find_empty(name, split.images, looks)
@@ -413,22 +415,75 @@ def count_with_two_labels(digests: Sequence[bytes], labels: Sequence[str]) -> in
     return sum(len(of_picture) > 1 for of_picture in labels_of.values())
 
 
-def find_converted(task: Task) -> list[str]:
-    """Return a line if files beside each other differ only in their endings.
+def find_folders_in_classes(task: Task) -> list[str]:
+    """Return lines if class folders hold folders of images, and if these are named as classes.
 
-    This happens where images were converted and the originals were kept (`holdout` splits by name),
-    and where masks lie beside their photos.
+    Such folders may be patients, films, masks, or parts of the data under names that nobody can
+    list. A class folder whose images all lie in one folder, as in cat/images/, is not told of.
     """
-    endings = defaultdict[Path, set[str]](set)  # of each path without its ending
+    split_of, class_of = files_of(task), classes_of(task)
+    root = common_folder(class_of)
+    # Of each class folder: those folders that have images of the class directly in them.
+    places = defaultdict[Path, set[Path]](set)
+    splits_of = defaultdict[Path, set[str]](set)  # of each folder that lies inside of a class
+    name_of = dict[Path, str]()  # the class that it lies in
+    for file, class_name in class_of.items():
+        class_folder = folder_of_class(file.parent, class_name, root)
+        places[class_folder].add(file.parent)
+        for place in file.parents[: len(file.parts) - len(class_folder.parts) - 1]:
+            splits_of[place].add(split_of[file])
+            name_of[place] = class_name
+    several = sorted(
+        place
+        for class_folder, of_class in places.items()
+        if len(of_class) > 1
+        for place in of_class - {class_folder}
+    )
+    if not several:
+        return []
+    found = " and ".join(str(place) for place in several[:2])
+    line = (
+        f"folders of images inside of class folders: {len(several)}, such as {found}. All images in"
+        " them count as those of the class"
+    )
+    divided = [splits for splits in splits_of.values() if len(splits) > 1]
+    if divided:
+        names = ", ".join(name for name in SPLITS if any(name in splits for splits in divided))
+        line += (
+            f", and those of one folder are divided among {names}. If a folder is a person, a film"
+            " or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole folders,"
+            " as the guide shows"
+        )
+    lines = [f"{line}. If a folder holds masks, remove it"]
+    others = {*task.classes}
+    strays = [place for place in sorted(name_of) if place.name in others - {name_of[place]}]
+    if strays:
+        lines.append(
+            f"folders with the name of another class than the one they lie in: {len(strays)}, such"
+            f" as {strays[0]}, whose images count as {name_of[strays[0]]}. Move them if they are of"
+            " the other class"
+        )
+    return lines
+
+
+def find_converted(task: Task) -> list[str]:
+    """Return a line if names of files beside each other differ only in endings or capitals.
+
+    This happens where images were converted or edited and the originals were kept (`holdout` splits
+    by name), and where masks lie beside their photos.
+    """
+    # By folder and name, in small letters.
+    by_name = defaultdict[tuple[Path, str], list[Path]](list)
     for file in files_of(task):
-        endings[file.with_suffix("")].add(file.suffix.lower())
-    twins = [path for path, of_path in endings.items() if len(of_path) > 1]
+        by_name[file.parent, file.stem.casefold()].append(file)
+    twins = [files for files in by_name.values() if len(files) > 1]
     if not twins:
         return []
-    names = " and ".join(f"{twins[0]}{ending}" for ending in sorted(endings[twins[0]]))
+    names = " and ".join(str(file) for file in sorted(twins[0]))
     return [
-        f"images that have a namesake with another ending: {len(twins)}, such as {names}. Are these"
-        " an image and its mask, or the same picture, converted? Then remove one of both"
+        f"images that have a namesake with another ending, or other capital letters: {len(twins)},"
+        f" such as {names}. Are these an image and its mask, or the same picture, converted or"
+        " edited? Then remove one of both"
     ]
 
 
@@ -437,8 +492,15 @@ def files_of(task: Task) -> dict[Path, str]:
     files: dict[Path, str] = {}
     for name in SPLITS:
         images = getattr(task, name).images
-        files |= dict.fromkeys([] if isinstance(images, Tensor) else images, name)
+        files |= dict.fromkeys(
+            [] if isinstance(images, Tensor) else map(without_dots, images), name
+        )
     return files
+
+
+def without_dots(file: Path) -> Path:
+    """Return the path of a file that a script may have named as cat/../cat/0.png, as cat/0.png."""
+    return Path(os.path.normpath(file)) if ".." in file.parts else file
 
 
 def find_decomposed(task: Task) -> list[str]:
@@ -650,13 +712,14 @@ def find_in_two_folders(class_of: Mapping[Path, str]) -> dict[Path, Path]:
     classes hold more than four folders, of other names, these are likely to be patients or films
     whose images are numbered anew; then nothing is returned.
     """
+    root = common_folder(class_of)
     first = dict[tuple[Path, str], Path]()  # by class folder and name
     places = set[tuple[Path, Path]]()  # folders with images, and the class folders they are in
     namesakes: dict[Path, Path] = {}
     for file, class_name in class_of.items():
-        class_folder = folder_of_class(file.parent, class_name)
+        class_folder = folder_of_class(file.parent, class_name, root)
         places.add((file.parent, class_folder))
-        met = first.setdefault((class_folder, file.stem), file)
+        met = first.setdefault((class_folder, file.stem.casefold()), file)
         if met.parent != file.parent:
             namesakes[file] = met
     names = {place.relative_to(class_folder) for place, class_folder in places}
@@ -674,14 +737,26 @@ def classes_of(task: Task) -> dict[Path, str]:
             labels = split.targets.tolist()
             # Of a subset, torchvision may know fewer names than numbers.
             names = [task.classes[k] if k < len(task.classes) else str(k) for k in labels]
-            class_of |= dict(zip(split.images, names, strict=True))
+            class_of |= dict(zip(map(without_dots, split.images), names, strict=True))
     return class_of
 
 
+def common_folder(files: Collection[Path]) -> Path:
+    """Return the innermost folder that has all files somewhere below it; "." of no files."""
+    return Path(os.path.commonpath({file.parent for file in files})) if files else Path()
+
+
 @lru_cache(maxsize=1)  # the next file lies mostly beside this one
-def folder_of_class(place: Path, class_name: str) -> Path:
-    """Return the folder named as the class, in which `place` is; `place` if there is none."""
-    return next((path for path in (place, *place.parents) if path.name == class_name), place)
+def folder_of_class(place: Path, class_name: str, root: Path) -> Path:
+    """Return the first folder below `root`, on the way to `place`, that is named as the class.
+
+    `place` if there is none.
+
+    >>> folder_of_class(Path("photos/7/film 1/7"), "7", Path("photos")).as_posix()
+    'photos/7'
+    """
+    way = [path for path in (place, *place.parents) if root in path.parents]
+    return next((path for path in reversed(way) if path.name == class_name), place)
 
 
 def count_without_contrast(images: Tensor) -> int:

@@ -136,8 +136,12 @@ def test_files_that_differ_in_their_endings_alone_are_told(tmp_path: Path) -> No
     assert find_doubts(folder(tmp_path, 0)) == []
     photos_in(tmp_path, ["test/cat/1.png", "test/cat/2.png", "train/dog/3.PNG"])
     (line,) = find_doubts(folder(tmp_path, 0))
-    assert "another ending: 3, such as " in line and "/dog/3.jpg and " in line
+    assert "other capital letters: 3, such as " in line and "/dog/3.PNG and " in line
     assert "an image and its mask" in line
+    edited = ["train/dog/2.JPG", "test/dog/DSC1.jpg", "test/dog/dsc1.JPG"]
+    photos_in(tmp_path, edited)  # an image of a camera and its export
+    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "namesake" in line]
+    assert "other capital letters: 5, such as " in line
 
 
 def read_before(task: Task) -> dict[Path, Look]:
@@ -231,9 +235,9 @@ def test_an_image_that_counts_several_times_is_told(tmp_path: Path) -> None:
 
 
 def test_one_file_in_two_splits_is_no_converted_namesake(tmp_path: Path) -> None:
-    """Nor is 0.PNG beside 0.png; that it is in both splits is told, by content."""
+    """That it is in both splits is told, by content."""
     photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in "012"])
-    photos_in(tmp_path, ["cat/0.PNG", "dog/2.jpg"])
+    photos_in(tmp_path, ["dog/2.jpg"])
     files = sorted(tmp_path.glob("*/*"))
 
     def part(*names: str) -> Split:
@@ -241,12 +245,12 @@ def test_one_file_in_two_splits_is_no_converted_namesake(tmp_path: Path) -> None
         own = [file for file in files if file.name in names]
         return Split(own, torch.tensor([int(file.parent.name == "dog") for file in own]))
 
-    task = Task("own", part("0.png", "1.png"), part("2.png"), part("0.PNG", "1.png"), ["a", "b"])
+    task = Task("own", part("0.png", "1.png"), part("2.png"), part("0.png", "1.png"), ["a", "b"])
     lines = find_doubts(task)
     assert [line for line in lines if "namesake" in line] == []
-    assert any(line.startswith("train and test have 3 images in common") for line in lines)
+    assert any(line.startswith("train and test have 4 images in common") for line in lines)
     (line,) = [x for x in find_doubts(task._replace(test=part("2.jpg"))) if "namesake" in x]
-    assert "another ending: 1, such as" in line
+    assert "another ending, or other capital letters: 1, such as" in line
 
 
 def test_accents_as_old_macs_write_them_are_told(tmp_path: Path) -> None:
@@ -537,7 +541,74 @@ def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
     """Where they have the names of images above them; a class may have folders of other names."""
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(6)]
     photos_in(tmp_path, [*names, "cat/more/1.png", "dog/labels/scan.png"])
-    assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    assert not [line for line in find_doubts(folder(tmp_path, 0)) if "masks of others" in line]
     photos_in(tmp_path, ["cat/Masks/1.tif", "dog/labels/2.png"])
-    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks" in line]
+    (line,) = [line for line in find_doubts(folder(tmp_path, 0)) if "masks of others" in line]
     assert "masks of others: 2, such as" in line and "cat/Masks/1.tif" in line
+
+
+def about_folders(root: Path) -> list[str]:
+    """What a run, and as much `data check`, tell of folders inside of the class folders of `root`.
+
+    Paths are told without `root`.
+    """
+    told = [line for line in find_doubts(folder(root, 0)) if line.startswith("folders ")]
+    assert told == [
+        line for line in check(f"folder:{root}", root).problems if line.startswith("folders ")
+    ]
+    return [line.replace(f"{root}/", "") for line in told]
+
+
+@pytest.mark.parametrize(
+    ("inside", "covers"),
+    [
+        (("train_images", "test_images"), False),
+        (("Train set", "Test set"), True),
+        (("masks",), True),
+        (tuple(f"P{k}" for k in range(8)), False),
+    ],
+)
+def test_folders_of_images_inside_of_classes_are_told_where_they_are_divided(
+    tmp_path: Path, inside: tuple[str, ...], covers: bool
+) -> None:
+    """Parts, masks and patients alike, whatever their names: nobody can list those."""
+    for kind in ("cat", "dog"):
+        names = [f"train/{kind}/{place}/{place}_{k}.png" for place in inside for k in range(8)]
+        photos_in(tmp_path, names + [f"train/{kind}/cover {k}.png" for k in range(5 * covers)])
+    (line,) = about_folders(tmp_path)
+    first = sorted(f"train/cat/{place}" for place in inside)[0]
+    assert line.startswith(
+        f"folders of images inside of class folders: {2 * len(inside)}, such as {first} and "
+    )
+    assert "those of one folder are divided among train, val, test. If a folder is a per" in line
+    assert line.endswith("If a folder holds masks, remove it")
+
+
+def test_folders_inside_of_classes_are_told_in_parts_that_the_user_made(tmp_path: Path) -> None:
+    """Nothing is divided there, but masks may be classified; one folder in each class is well."""
+    names = [
+        f"{part}/{kind}/{place}/{k}_{place}.png"
+        for part in SPLITS
+        for kind in ("cat", "dog")
+        for place in ("rgb", "mask")
+        for k in range(4)
+    ]
+    photos_in(tmp_path / "both", names)
+    assert about_folders(tmp_path / "both") == [
+        "folders of images inside of class folders: 12, such as test/cat/mask and test/cat/rgb."
+        " All images in them count as those of the class. If a folder holds masks, remove it"
+    ]
+    photos_in(tmp_path / "one", [name for name in names if "/rgb/" in name])
+    assert about_folders(tmp_path / "one") == []
+
+
+def test_a_class_dragged_into_another_is_told(tmp_path: Path) -> None:
+    """Of classes and films that are numbered, each film lies in the class whose folder is above."""
+    photos_in(tmp_path / "pets", [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(9)])
+    photos_in(tmp_path / "pets", [f"cat/dog/x{k}.png" for k in range(9)])
+    _, line = about_folders(tmp_path / "pets")
+    assert "lie in: 1, such as cat/dog, whose images count as cat. Move them" in line
+    films = [f"train/{kind}/{film}/{k}.png" for kind in "12" for film in "12" for k in range(5)]
+    photos_in(tmp_path / "films", films)
+    first, _ = about_folders(tmp_path / "films")
+    assert "class folders: 4, such as train/1/1 and train/1/2." in first

@@ -160,6 +160,12 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("train/cat/images", "train/cat/masks", "train/dog"), "train/cat holds images and masks"),
         (("train/cat", "train/dog", "test/cat/1/img", "test/cat/1/GT"), "cat/1 holds img and GT"),
         (("cat/scan", "cat/masks", "dog/scan", "dog/masks"), "if not, move folders of masks out"),
+        (
+            ("cat/train_images", "cat/test_images", "dog/train_images", "dog/test_images"),
+            "if test_images is a part of each class, make .*/train/cat, .*/test/cat and so on; if",
+        ),
+        (("images", "image_masks"), "images and image_masks, .*. If they are classes, rename im"),
+        (("train_val_set", "test_set"), "If these are classes, rename them"),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(
@@ -183,6 +189,9 @@ def test_folders_that_are_no_classes_are_refused(
         ("with mask", "without mask"),
         ("blood test", "urine test"),
         ("train station", "bus station"),
+        ("images_with_mask", "images_without_mask"),
+        ("valid_test", "invalid_test"),
+        ("train/valid_test", "train/invalid_test"),
     ],
 )
 def test_classes_with_odd_names_or_folders_in_them_are_classes(
