@@ -1,7 +1,7 @@
 """Program: what fine-tuning starts from: the adapters that --from names, and whether they fit."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from config import FinetuneConfig, Record, find_runs
 from data import Task
 from support.adapters import (
+    MOST_CONTENTS,
     count_known_images,
     find_adapters,
     hash_contents,
@@ -23,6 +24,7 @@ from support.files import read_json, sha256
 from support.results import AdapterInfo
 
 LOG = logging.getLogger("bisslight")
+NOT_READ = f"their content is not known, as of more than {MOST_CONTENTS:,} files none is read"
 
 
 class Start(NamedTuple):
@@ -234,7 +236,7 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
     if info.seen is None:
         return check_data_seed(info, experiment.cfg)
     task = experiment.task
-    seen = find_seen(task, info.seen)
+    seen = find_seen(task, info)
     if seen.images:
         names = " and ".join(seen.images[:2])
         what = f"{len(seen.images)} of the {len(task.test.targets)} test images"
@@ -299,8 +301,9 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
     """
     found, by_name_alone = count_known_images(task, info.seen or ())
     if found == 0:
+        name = "name or content" if knows_contents(task, info) else "name"
         return [
-            "no image here has the name or content of one that θ was trained on"
+            f"no image here has the {name} of one that θ was trained on"
             f" ({info.dataset}). If they are the same ones, renamed and changed, it is not"
             " known whether θ has seen the test images"
         ]
@@ -312,12 +315,26 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
             " changed, it is not known whether θ has seen the test images"
         )
     if by_name_alone:
+        unlike = "and not its content. That is well if they were converted"
+        if not knows_contents(task, info):
+            unlike = f"and {NOT_READ}. That is well if they are the same images"
         doubts.append(
             f"{by_name_alone} images here have the class and name of one that θ was trained on"
-            f" ({info.dataset}), and not its content. That is well if they were converted; if the"
-            " files were numbered anew, θ may have seen the test images"
+            f" ({info.dataset}), {unlike}; if the files were numbered anew, θ may have seen the"
+            " test images"
         )
     return doubts
+
+
+def knows_contents(task: Task, info: AdapterInfo) -> bool:
+    """Whether contents are compared: of a split with more than MOST_CONTENTS files none is read.
+
+    Pixels in memory are always compared. An adapter says but the sum of its splits.
+    """
+    splits = (task.train, task.val, task.test)
+    if all(isinstance(split.images, Tensor) for split in splits):
+        return True
+    return max(*task.sizes().values(), info.seen_images or 0) <= MOST_CONTENTS
 
 
 class Seen(NamedTuple):
@@ -328,13 +345,14 @@ class Seen(NamedTuple):
     doubts: list[str]  # sentences on what cannot be known
 
 
-def find_seen(task: Task, seen: Collection[str]) -> Seen:
-    """Find the test images that θ was trained on; `seen` has the hashes of its training images.
+def find_seen(task: Task, info: AdapterInfo) -> Seen:
+    """Find the test images that θ was trained on, by the hashes that its adapter keeps of them.
 
     A test image is found by its content, or by its class and name. In some folders, the files of
     each part are numbered anew, so that an image for training has the name of one for testing. Such
     a name does not count, and a sentence tells of it.
     """
+    seen = info.seen or ()
     images = task.test.images
     in_memory = isinstance(images, Tensor)
     names = name_images(task.test, task.classes)  # hashes; in memory, they are of the pixels
@@ -354,10 +372,12 @@ def find_seen(task: Task, seen: Collection[str]) -> Seen:
             unclear += 1
     doubts = []
     if unclear:
+        content = "θ has not seen their content; if they were converted since, it is not known"
+        if not knows_contents(task, info):
+            content = f"{NOT_READ.capitalize()}, nor whether θ has seen them"
         doubts.append(
             f"{unclear} test images have the name of a training image, too, such as train/cat/1.jpg"
-            " and test/cat/1.jpg. θ has not seen their content; if they were converted since, it"
-            " is not known"
+            f" and test/cat/1.jpg. {content}"
         )
     return Seen(found, by_content, doubts)
 

@@ -39,7 +39,7 @@ from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
-from support.starts import Start, check_settings, seconds_until
+from support.starts import Start, check_settings, doubt_what_is_missing, seconds_until
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -1052,6 +1052,57 @@ def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
     assert outcome.code == 0, outcome.err
     seen = 3 * (15 - 3)  # of each class align has tested 3
     assert f"{seen} test images have the name of a training image, too" in outcome.err
+
+
+def test_byte_copies_in_training_hide_no_test_image_that_theta_was_trained_on(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Half of what align has seen is for training, each with a copy; the rest is tested, resized.
+
+    Names and copies together are as many as align has seen, 36; known are 18 of these.
+    """
+    task = data.folder(folder / "images", 2)
+    for i, file in enumerate(sorted(map(Path, [*task.train.images, *task.val.images]))):
+        place = tmp_path / "images" / ("test" if i % 2 else "train") / file.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        if i % 2:
+            Image.open(file).resize((20, 20)).save(place / f"again-{i}.png")
+        else:
+            for name in (file.name, f"second-{i}.png"):
+                shutil.copy(file, place / name)
+    line = f"{PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    outcome = run(
+        f"finetune --from {folder}/align {line} --dataset folder:{tmp_path}/images"
+        f" --out {tmp_path}/f"
+    )
+    assert outcome.code == 0, outcome.err
+    assert "--from: 18 of the 36 images that θ was trained on" in outcome.err
+
+
+@pytest.mark.parametrize("most", [45, 20])
+def test_of_content_that_was_not_read_nothing_is_said(
+    most: int, weights: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files are as they were but for one, of another name. Of 45, 30 are for training.
+
+    20 stands for the 20,000 files of a split up to which they are read.
+    """
+    for module in ("adapters", "starts"):
+        monkeypatch.setattr(f"support.{module}.MOST_CONTENTS", most)
+    images = shutil.copytree(folder / "images", tmp_path / "images")
+    task = data.folder(images, 2)
+    assert len(task.train.targets) == 30
+    renamed = task.train.images[0]
+    assert isinstance(renamed, Path)
+    new = renamed.rename(renamed.with_name("again.png"))
+    task = task._replace(train=data.Split([new, *task.train.images[1:]], task.train.targets))
+    said = doubt_what_is_missing(task, load_adapter(folder / "align/adapter.safetensors").info)
+    if most == 45:
+        assert said == []
+    else:
+        assert said[0].startswith("35 of the 36 images")
+        assert said[1].startswith("29 images here have the class and name of one that θ was ")
+        assert "and their content is not known" in said[1] and "not its content" not in said[1]
 
 
 def test_what_align_has_seen_is_known_after_fine_tuning_on_other_images(
