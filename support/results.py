@@ -47,6 +47,7 @@ class AdapterInfo(BaseModel, frozen=True):
     dataset: Said = None  # such as "cub200"
     data_seed: int | None = None
     data_sha256: Said = None  # of the labelled images, see `data.fingerprint`
+    files_sha256: Said = None  # if a script handed over files: without the names of classes
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
     in_memory: bool = False  # whether its images lay in memory; older adapters do not say so
@@ -58,7 +59,8 @@ class AdapterInfo(BaseModel, frozen=True):
     seen_images: int | None = None  # how many images these are
     # These are set by align alone.
     pool_sha256: Said = None  # of the unlabelled images
-    pretext_sha256: Said = None  # of the file of a pretext task of one's own
+    pretext_class: Said = None  # of a pretext task of one's own, such as "Rotation"
+    pretext_sha256: Said = None  # of its file
     imports_sha256: Said = None  # of the files beside it that it imports; None: not known
     d_lr: float | None = None
     hypergrad: Said = None  # such as "mfac"
@@ -105,6 +107,21 @@ class AdapterInfo(BaseModel, frozen=True):
         origin = self.origin and self.origin.without_seeds()
         changes: Record = {"seed": None, "earlier_seeds": [], "origin": origin}
         return self.model_copy(update=changes)
+
+
+def are_of_same_images(settings: Record, first: Record) -> bool:
+    """Return whether two runs had the same images, labels and splits.
+
+    Of files that a script has handed over, data_sha256 is also of the names of classes, which
+    change no number; files_sha256 is not, as data_sha256 of a --dataset.
+
+    >>> of_script = {"data_sha256": "2:named", "files_sha256": "2:files"}
+    >>> are_of_same_images(of_script, {"data_sha256": "2:files", "files_sha256": None})
+    True
+    """
+    digest, first_digest = settings.get("data_sha256"), first.get("data_sha256")
+    of_files = settings.get("files_sha256") or digest
+    return digest == first_digest or of_files == (first.get("files_sha256") or first_digest)
 
 
 class RunResult(BaseModel, frozen=True):
@@ -218,11 +235,34 @@ def unit_of(trials: Sequence[TrialResult], origin: AdapterInfo) -> str:
         anew = anew.origin
         runs_between += 1
     before = "align run" if anew.stage == "align" else "PEFT"
+    after = "PEFT" if before == "align run" else "PEFT anew"
+    behind = ""  # the align runs behind fine-tunings, where these are fewer than the trials
+    aligned = count_align_runs(trials, origin)
+    if before == "PEFT" and aligned == len(trials):
+        before = "align run, PEFT"
+    elif before == "PEFT" and aligned:
+        behind = ", on one align run" if aligned == 1 else f", on {aligned} align runs"
     if len({trial.seed for trial in trials}) == 1:
-        return f"{before}, with one seed of PEFT after it"
+        before = before.replace(",", " and")
+        return f"{before}, with one seed of PEFT after it{behind}"
     if runs_between:
-        return f"{before} and last PEFT, with one seed of PEFT between them"
-    return "align run and PEFT" if before == "align run" else "PEFT and PEFT anew"
+        return f"{before} and last PEFT, with one seed of PEFT between them{behind}"
+    return f"{before} and {after}{behind}"
+
+
+def count_align_runs(trials: Sequence[TrialResult], origin: AdapterInfo) -> int | None:
+    """Return from how many align runs trials come, by their seeds; None where none is known.
+
+    `origin` as in `unit_of`.
+    """
+    first = origin
+    runs = 1  # from the last run before the trials to the first one
+    while first.origin is not None and first.origin.stage is not None:
+        first = first.origin
+        runs += 1
+    if first.stage != "align" or any(len(trial.start_seeds) != runs for trial in trials):
+        return None
+    return len({trial.start_seeds[-1] for trial in trials})
 
 
 def seconds_before(trials: Sequence[TrialResult]) -> float | None:

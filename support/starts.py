@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from config import FinetuneConfig, Record, find_runs
+from config import AlignConfig, FinetuneConfig, Record, find_runs
 from data import Task
 from support.adapters import (
     MOST_CONTENTS,
@@ -19,9 +19,9 @@ from support.adapters import (
     name_training_images,
 )
 from support.errors import UsageError, as_usage_error
-from support.experiment import Experiment
+from support.experiment import C, Experiment
 from support.files import read_json, sha256
-from support.results import AdapterInfo
+from support.results import AdapterInfo, are_of_same_images
 
 LOG = logging.getLogger("bisslight")
 NOT_READ = f"their content is not known, as of more than {MOST_CONTENTS:,} files none is read"
@@ -143,14 +143,23 @@ def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
     >>> aligned = tuned.model_copy(update={"origin": AdapterInfo(stage="align")})
     >>> find_differences(tuned, aligned)
     ['stage of its start']
+    >>> by_script = AdapterInfo(dataset="own", data_sha256="2:named", files_sha256="2:files")
+    >>> find_differences(by_script, AdapterInfo(dataset="folder:a", data_sha256="2:files"))
+    []
     """
     if info.stage != first.stage:
         return ["stage"]  # the others follow from that
     fields, first_fields = dict(to_compare(info)), dict(to_compare(first))
     settings, first_settings = fields.pop("unlike_paper"), first_fields.pop("unlike_paper")
     start, first_start = fields.pop("origin"), first_fields.pop("origin")
-    if None in (info.imports_sha256, first.imports_sha256):  # an older one does not say it
-        fields["imports_sha256"] = first_fields["imports_sha256"] = None
+    for name in ("imports_sha256", "pretext_class"):  # an older one does not say these
+        if None in (fields[name], first_fields[name]):
+            fields[name] = first_fields[name] = None
+    if info.data_sha256 and are_of_same_images(fields, first_fields):
+        # However a script or a seed has split them, the splits are the same.
+        fields["data_sha256"] = first_fields["data_sha256"] = None
+        fields["data_seed"] = first_fields["data_seed"] = None
+    fields["files_sha256"] = first_fields["files_sha256"] = None  # data_sha256 says it, too
     names = keys_that_differ(fields, first_fields)
     says_no_start = start is None or first_start is None
     if info.stage == "finetune" and says_no_start:
@@ -200,8 +209,10 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
     """Refuse (UsageError) adapters that do not fit the network, or have seen the test images.
 
     They do not fit if θ has another shape, or was trained on other weights. What may be wrong with
-    an adapter, but cannot be known, is logged as a warning.
+    an adapter, but cannot be known, is logged as a warning. The weights are looked at, too, see
+    `check_weights`.
     """
+    check_weights(experiment)
     backbone = experiment.backbone
     p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
     files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
@@ -224,14 +235,28 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
         LOG.warning("--from: %s", doubt)
 
 
-def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> list[str]:
-    """Refuse (ValueError) an adapter that was trained on test images of this run.
+def check_weights(experiment: Experiment[C]) -> None:
+    """Refuse (UsageError) weights that have a θ merged in which has seen test images of this run.
+
+    `bisslight export` writes such weights. What cannot be known is logged as a warning.
+    """
+    trained_on = experiment.networks.trained_on
+    if trained_on is None:
+        return
+    with as_usage_error(f"--weights {experiment.cfg.weights}"):
+        doubts = check_unseen(trained_on, experiment)
+    for doubt in doubts:
+        LOG.warning("--weights: %s", doubt)
+
+
+def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
+    """Refuse (ValueError) an adapter, or weights, whose θ was trained on test images of this run.
 
     Returns sentences on what cannot be known. Nothing is asked if this run has the very images and
     splits of the adapter's run: that one did not train on its test images, which are those of this
     run, and has refused a start that had.
     """
-    if info.data_sha256 == experiment.digests["data_sha256"]:
+    if are_of_same_images(dict(info), experiment.digests):
         return []
     if info.seen is None:
         return check_data_seed(info, experiment.cfg)
@@ -250,7 +275,7 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
         if info.dataset == "own":  # no seed of the program has split them
             as_before = "the splits that its script handed over"
         raise ValueError(
-            f"{how}, such as {names}; take {as_before}, or align again. If they are other pictures,"
+            f"{how}, such as {names}; take {as_before}, or train again. If they are other pictures,"
             " rename their files; a picture that both data sets have, such as a placeholder, has to"
             " be removed here"
         )
@@ -261,7 +286,7 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[FinetuneConfig]) -> l
     return seen.doubts
 
 
-def check_data_seed(info: AdapterInfo, cfg: FinetuneConfig) -> list[str]:
+def check_data_seed(info: AdapterInfo, cfg: AlignConfig | FinetuneConfig) -> list[str]:
     """Refuse (ValueError) an adapter of an older version if its data were split otherwise.
 
     Such an adapter does not say which images it was trained on. Returns the sentence that says so.
@@ -269,7 +294,7 @@ def check_data_seed(info: AdapterInfo, cfg: FinetuneConfig) -> list[str]:
     if info.dataset == cfg.dataset and info.data_seed not in (None, cfg.data_seed):
         raise ValueError(
             f"was trained on {info.dataset}, split otherwise, so it may have seen the test images;"
-            f" see its --data-seed {info.data_seed}, or align again"
+            f" see its --data-seed {info.data_seed}, or train again"
         )
     return [
         "is of an older version, which kept no names of images: it is not known whether θ was"

@@ -1,5 +1,6 @@
 """Scores, the permutation test by brute force, runs that make an arm, what arms differ in."""
 
+import itertools
 import json
 import math
 import shutil
@@ -53,6 +54,9 @@ def test_percentages_and_empty_arms_are_refused() -> None:
             compare(arm, against)
 
 
+RUNS = itertools.count()
+
+
 def finished(
     path: Path,
     test: list[float],
@@ -90,7 +94,8 @@ def finished(
     for k, accuracy in enumerate(test):
         right = round(accuracy * images / 100) if metric == "top-1 accuracy" else None
         tests.append({"accuracy": accuracy, "loss": 1.0, "right": right})
-        trial = {"lr": 1e-3, "seed": seed + k, "val": tests[-1], "cpu_seconds": 8.0, "seconds": 9.0}
+        trial = {"lr": 1e-3, "seed": seed + k, "val": tests[-1], "cpu_seconds": 8.0}
+        trial |= {"seconds": 9.0 + next(RUNS)}  # no two runs take equally long
         trial |= {"start_sha256": start or by, "start_cpu_seconds": before}
         trial |= {"start_seeds": start_seeds}
         trials.append(trial)
@@ -125,6 +130,22 @@ def test_a_run_in_two_arms_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for again in (run, Path(), tmp_path / "link", tmp_path / "arm"):
         with pytest.raises(UsageError, match=rf"^{again}: \S* is in two arms; give each run once$"):
             evaluate([run, other, again])
+
+
+def test_a_copy_of_a_run_in_another_arm_is_refused(tmp_path: Path) -> None:
+    """Also one that has grown since: a trial of it is still that of the first run."""
+    run = finished(tmp_path / "a", [70.0, 72.0])
+    grown = Path(shutil.copytree(run, tmp_path / "b"))
+    result = json.loads((grown / "result.json").read_text())
+    new = json.loads((finished(tmp_path / "new", [60.0], seed=99) / "result.json").read_text())
+    for name in ("tests", "trials"):
+        result[name] += new[name]
+    said = rf"^{grown}: {grown}/lr\S+ is a copy of {run}/lr\S+, of another arm; give each run once$"
+    with pytest.raises(UsageError, match=said):
+        evaluate([run, grown])
+    (grown / "result.json").write_text(json.dumps(result))
+    with pytest.raises(UsageError, match=said):
+        evaluate([run, grown])
 
 
 def test_arms_have_names_that_tell_them_apart(
@@ -165,17 +186,20 @@ def test_one_seed_of_peft_after_all_align_runs_is_said(tmp_path: Path) -> None:
     [
         ([[0, 7], [0, 8]], (9, 10), "align run and last PEFT, with one seed of PEFT between them"),
         ([[0, 7], [0, 8]], (9, 9), "align run, with one seed of PEFT after it"),
-        ([[0, 7], [1, 8]], (9, 10), "PEFT and PEFT anew"),
-        ([[0, 7], [1, 8]], (9, 9), "PEFT, with one seed of PEFT after it"),
+        ([[0, 7], [1, 8]], (9, 10), "align run, PEFT and PEFT anew"),
+        ([[0, 7], [1, 8]], (9, 9), "align run and PEFT, with one seed of PEFT after it"),
+        ([[0, 7], [1, 7]], (9, 10), "PEFT and PEFT anew, on one align run"),
+        ([[0, 7], [1, 7]], (9, 9), "PEFT, with one seed of PEFT after it, on one align run"),
+        ([[0, 7], [1, 7], [2, 8]], (9, 10, 11), "PEFT and PEFT anew, on 2 align runs"),
         ([[], []], (9, 10), "PEFT and PEFT anew"),  # of an older version, which did not say them
     ],
 )
 def test_a_restart_says_which_runs_before_it_are_done_anew(
-    earlier: list[list[int]], seeds: tuple[int, int], unit: str, tmp_path: Path
+    earlier: list[list[int]], seeds: tuple[int, ...], unit: str, tmp_path: Path
 ) -> None:
-    """`earlier` has the seeds of PEFT and of the align run before it, for both trials."""
+    """`earlier` has the seeds of PEFT and of the align run before it, for each trial."""
     said = {"stage": "finetune", "origin": {"stage": "align"}}
-    for k in (0, 1):
+    for k in range(len(seeds)):
         again: Any = {"origin": said, "start": str(k), "start_seeds": earlier[k], "seed": seeds[k]}
         finished(tmp_path / "arm" / str(k), [70.0], **again)
     assert read_arm(tmp_path / "arm").unit == unit
@@ -231,6 +255,12 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     assert found[2].differs["origin"] == ("aligned with M-FAC", "not aligned")
     restarted = ("restarted from an earlier fine-tuning", "not aligned")
     assert found[3].differs == {"origin": restarted}
+    for name, before in (("aligned with M-FAC", aligned), ("not aligned", first)):
+        origin = json.loads((before / "result.json").read_text())["origin"]
+        said: Any = {"stage": "finetune", "origin": origin}
+        again = finished(tmp_path / "again" / name, [70.0], origin=said)
+        which = f"restarted from an earlier fine-tuning, which was {name}"
+        assert evaluate([aligned, again]).arms[1].differs["origin"][0] == which
     config = json.loads((unlike / "config.json").read_text())
     del config["scale"]  # a setting that came after a run had its default there
     (unlike / "config.json").write_text(json.dumps(config))
@@ -245,7 +275,8 @@ def test_a_size_that_was_typed_is_no_difference_where_the_weights_are_the_same(
     for case, changes, told in (
         ("same", {}, set()),
         ("other", {"weights_sha256": "c"}, {"image_size", "patch_size", "weights_sha256"}),
-        ("timm", {"backbone": "timm:vit_base_patch16_224"}, {"image_size"}),
+        ("timm", {"backbone": "timm:vit_base_patch16_224"}, {"image_size"}),  # of an older version
+        ("known", {"backbone": "timm:vit_base_patch16_224", "input_size": 64}, set()),
     ):
         common: Any = {} if case == "other" else changes
         plain = finished(tmp_path / case / "plain", [70.0], **common)
@@ -271,6 +302,8 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     assert (
         "its start trained on omniglot:Latin (b) (one: its start trained on omniglot:Greek" in data
     )
+    script = told("script", data_sha256="named", files_sha256="a", dataset="own")
+    assert script.startswith("script  ")  # the last row of the table
     pull = told("pull", unlike_paper={"lam": 1.0, "pool": "/scratch"})
     assert pull == "pull: align with λ 1.0 (one: align with λ as in the paper)"
     hypergradient = told("hypergradient", hypergrad="identity", unlike_paper={"lam": 1.0})
@@ -467,6 +500,14 @@ def test_the_same_files_by_name_and_from_a_script_are_comparable(
     ).arms
     assert named_arm.counts == own_arm.counts == called_arm.counts
     assert own_arm.differs == called_arm.differs == {}
+    finetune(own.replace(seed=1), tmp_path / "mixed/own", task=task)
+    shutil.copytree(tmp_path / "named", tmp_path / "mixed/named")
+    start: Any = {"start": tmp_path / "mixed", "seeds": 2, "seed": 7}
+    finetune(FinetuneConfig(**given | start, dataset=named), tmp_path / "again")
+    for name in ("named", "own"):
+        of_one = {"start": tmp_path / "mixed" / name, "seed": 9}
+        finetune(FinetuneConfig(**given | of_one, dataset=named), tmp_path / "after" / name)
+    assert evaluate([tmp_path / "after" / name for name in ("named", "own")]).arms[1].differs == {}
     exchanged = [Split(part.images, 1 - part.targets) for part in (task.train, task.val, task.test)]
     train, val, test = exchanged
     finetune(own, tmp_path / "exchanged", task=Task("own", train, val, test, ["dog", "cat"]))

@@ -178,6 +178,13 @@ def test_an_edited_import_is_another_run_and_is_read_anew() -> None:
     shutil.move("r4", "arm/r4")
     said = refusal(line_of_finetune.replace("--from .", "--from arm") + " --seeds 2 --out f")
     assert "imports_sha256" in said
+    # Another class of the same file is another arm, also if its name differs in case alone.
+    text = text.replace("class Scaled(", "class SCALED(Rotation):\n    pass\n\n\nclass Scaled(")
+    write(Path("c"), {"task.py": text, "helper.py": "SCALE = 1\n"})
+    for k, name in enumerate(("Scaled", "SCALED")):
+        done(line("c", f"cases/{k}").replace(":Scaled", f":{name}") + f" --seed {k}")
+    said = refusal(line_of_finetune.replace("--from .", "--from cases") + " --seeds 2 --out f")
+    assert "the seed from" in said and "pretext_class" in said
     config = json.loads(Path("r2/config.json").read_text())
     del config["imports_sha256"]
     Path("r2/config.json").write_text(json.dumps(config))

@@ -128,6 +128,13 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
         ("predict f notes.txt", "notes.txt", 1),
     ):
         assert named in refusal(line, code)
+    # Settings of another run beside an adapter: the factor of LoRA decides what is predicted.
+    config = find_adapters(Path("f"))[0].parent / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"scale": 4.0}))
+    rank = settings["rank"]
+    assert f"alpha is {rank}, its run has {4 * rank}:" in refusal("predict f unknown")
+    assert "alpha is" in refusal("export f --out e")
 
 
 def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(

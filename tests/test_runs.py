@@ -111,6 +111,32 @@ def test_a_pretext_task_of_ones_own_is_known_by_its_class_and_content_wherever_i
         begin(tmp_path, digests={"pretext_sha256": "2" * 64}, pretext=cfg.pretext)
 
 
+def test_a_size_that_the_weights_have_may_be_given_or_left_out(tmp_path: Path) -> None:
+    """The network's own size decides; of an older run of timm's networks, that of the setting."""
+    default = {"weights_sha256": "1" * 64, "input_size": 224}
+    other = default | {"input_size": 112}
+    for backbone in ("vit_l16", "timm:vit_base_patch16_224"):
+        place = tmp_path / backbone
+        cfg = AlignConfig(backbone=backbone, dataset="quilts", decoder="random")
+
+        def again(size: int | None, digests: dict[str, Any], at: Path, cfg: AlignConfig) -> None:
+            with open_run(at, "align", cfg.replace(image_size=size), digests):
+                pass
+
+        again(None, default, place, cfg)
+        again(224, default, place, cfg)
+        with pytest.raises(UsageError, match="is another run: input_size 224 -> 112"):
+            again(112, other, place, cfg)
+        older = json.loads((place / "config.json").read_text())
+        del older["input_size"]
+        (place / "config.json").write_text(json.dumps(older))
+        if backbone == "vit_l16":
+            again(None, default, place, cfg)
+        else:
+            with pytest.raises(UsageError, match="is another run: image_size 224 -> 112"):
+                again(112, other, place, cfg)
+
+
 def test_a_setting_that_came_after_the_run_had_its_default_there(tmp_path: Path) -> None:
     begin(tmp_path)
     recorded = json.loads((tmp_path / "config.json").read_text())

@@ -15,19 +15,22 @@ import timm
 import torch
 from conftest import close
 from loopback import Handler, Server
-from quilts import quilts
+from quilts import quilts, quilts_pool
 from safetensors.torch import load_file, save, save_file
-from toy import PEFT_STEPS, done, outside, refusal
+from toy import PEFT_STEPS, done, outside, refusal, save_by_class
 
 import lora
-from config import AlignConfig
-from data import IMAGENET, rng
+from align import prepare
+from config import AlignConfig, FinetuneConfig
+from data import IMAGENET, Split, Task, folder, rng
+from finetune import finetune
 from mae import MAE, Decoder, positions
 from support import checkpoints
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, find_weights, load_backbone
 from support.errors import UsageError
 from support.experiment import open_experiment
+from support.starts import Start, check_starts
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 NAME = "test_vit2"  # timm's own for tests: width 64, mean of patches, a register, layer scale
@@ -312,6 +315,50 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     # the export has a table of positions for 32 pixels, and comes back at this size
     again = load(settings(image_size=32, weights="f/export/timm/model.safetensors"))
     assert torch.equal(again.backbone.vit.pos_embed, merged.pos_embed)
+
+
+def test_an_exported_network_is_not_tested_on_images_that_it_was_trained_on(vit: Any) -> None:
+    """Its file keeps what `--from` would refuse, also that of an export before.
+
+    Asked are the images themselves, in other splits; an export does not say where they lay.
+    """
+    task = quilts(0)[1]
+    kinds = len(task.classes)
+    parts = [
+        Split(torch.as_tensor(task.test.images)[k : k + 40], task.test.targets[k : k + 40])
+        for k in (0, 40, 80)
+    ]
+    save_by_class(Path("photos"), parts[0].images, parts[0].targets)
+    one = folder(Path("photos"), 0)
+    two = Task("own", *parts[1:], parts[1], [f"kind {k}" for k in range(kinds)])
+
+    def opened(weights: str, task: Task, align: bool = False) -> None:
+        """What a run does before the long work."""
+        given: Any = {"backbone": f"timm:{NAME}", "weights": weights, "image_size": 32}
+        given |= {"dataset": "own", "device": "cpu"}
+        if align:
+            cfg = AlignConfig(**given, pool="own", p_batch=8, d_batch=8)
+            prepare(open_experiment(cfg, task, quilts_pool(0)))
+        else:
+            cfg_of_peft = FinetuneConfig(**given, seeds=1)
+            check_starts([Start()], open_experiment(cfg_of_peft, task))
+
+    peft = f"--backbone timm:{NAME} --image-size 32 --rank 2 --batch 8 {PEFT_STEPS} --quiet"
+    done(f"finetune {peft} --weights w.safetensors --dataset folder:photos --out f")
+    done("export f --out e")
+    tuned = "e/timm/model.safetensors"
+    opened("w.safetensors", one._replace(test=one.train))
+    for k, chain in enumerate((tuned, "e2/timm/model.safetensors")):
+        for align in (False, True):
+            with pytest.raises(UsageError, match=r"^--weights \S+: was trained on \d+ of the \d+ "):
+                opened(chain, one._replace(test=one.train), align)
+        opened(chain, one)
+        if k == 0:
+            given: Any = {"backbone": f"timm:{NAME}", "weights": tuned, "image_size": 32}
+            given |= {"rank": 2, "dataset": "own", "batch": 8, "epochs": 1, "warmup_epochs": 0}
+            finetune(FinetuneConfig(**given, seeds=1, lr=(1e-3,)), Path("f2"), task=two)
+            done("export f2 --out e2")
+    assert str(Path.cwd()).encode() not in Path(tuned).read_bytes()
 
 
 class Hub(Handler):
