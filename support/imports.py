@@ -4,9 +4,14 @@ import ast
 import hashlib
 import runpy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
-from importlib.machinery import PathFinder
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    PathFinder,
+)
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,29 +20,39 @@ from support.errors import UsageError
 from support.files import sha256
 
 PROGRAM = Path(__file__).resolve().parents[1]  # the folder of this program
+# How files of modules end, also of compiled ones, in the order in which Python looks for them.
+SUFFIXES = [*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES]
 
 
 class RunFile(NamedTuple):
-    """What `run_file` left behind in Python."""
+    """A file that `run_file` has run, and what it found in Python before."""
 
-    folder: str | None  # that it added to the path, if any
+    folder: Path  # that of the file
     imports: dict[str, Path]  # what the file may have loaded, see `find_imports`
+    path: list[str]  # where Python looked for modules
+    modules: frozenset[str]  # that were loaded
 
 
 EARLIER: list[RunFile] = []  # the file that was run last
 
 
-def find_imports(file: Path) -> dict[str, Path]:
-    """Return the modules in the folder of a Python file that it imports, and their files, by name.
+class Imports(NamedTuple):
+    """What a Python file imports, by names of modules, and the files of these in its folder."""
+
+    used: dict[str, Path]
+    hidden: dict[str, Path]  # a module of this program or of Python has the name, and goes before
+
+
+def find_imports(file: Path) -> Imports:
+    """Find the modules in the folder of a Python file that it imports.
 
     What they import there themselves is among them, and so is what a function imports. Known are
-    `import` statements alone, not modules whose names are put together while the program runs. A
-    module of this program or of Python goes before one of the same name in the folder, so such a
-    one is none of them. Raises OSError and SyntaxError.
+    `import` statements alone, not modules whose names are put together while the program runs.
+    Raises OSError and SyntaxError.
     """
     folder = file.resolve().parent  # of a link it is that of its target, as in `run_file`
     taken = sys.stdlib_module_names | names_of_program()
-    found: dict[str, Path] = {}
+    imports = Imports({}, {})
     to_read = [(file, "")]  # files, and the package that each one is in; "": none
     for source, package in to_read:  # it grows
         for name in names_imported(ast.parse(source.read_bytes()), package):
@@ -45,15 +60,27 @@ def find_imports(file: Path) -> dict[str, Path]:
             for k in range(1, len(parts) + 1):  # of a.b.c also a and a.b
                 path = folder.joinpath(*parts[:k])
                 module = ".".join(parts[:k])
-                if parts[0] in taken or module in found:
+                found = file_of_module(path)
+                if found is None or module in imports.used or module in imports.hidden:
                     continue
-                if (path / "__init__.py").is_file():
-                    found[module] = path / "__init__.py"
-                    to_read.append((found[module], module))
-                elif path.with_name(f"{path.name}.py").is_file():
-                    found[module] = path.with_name(f"{path.name}.py")
-                    to_read.append((found[module], ".".join(parts[: k - 1])))
-    return found
+                if parts[0] in taken:
+                    imports.hidden[module] = found
+                    continue
+                imports.used[module] = found
+                if found.suffix == ".py":  # of what is compiled, imports are not known
+                    is_package = found.parent == path
+                    to_read.append((found, module if is_package else ".".join(parts[: k - 1])))
+    return imports
+
+
+def file_of_module(path: Path) -> Path | None:
+    """Return the file of a module, such as a/b.py or a/b/__init__.py of the path a/b, if any."""
+    for start in (path / "__init__", path):  # Python's order
+        for suffix in SUFFIXES:
+            file = start.with_name(start.name + suffix)
+            if file.is_file():
+                return file
+    return None
 
 
 def names_imported(tree: ast.Module, package: str) -> Iterator[str]:
@@ -89,8 +116,8 @@ def names_of_program() -> frozenset[str]:
 
 
 def digest_of_imports(file: Path) -> str:
-    """Return sha256 of the names and contents of `find_imports`, also where there are none."""
-    found = find_imports(file)
+    """Return sha256 of the names and contents of what a file imports, also where that is none."""
+    found = find_imports(file).used
     lines = [f"{name} {sha256(found[name])}\n" for name in sorted(found)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -102,28 +129,54 @@ def run_file(file: Path) -> Record:
     UsageError as `check_loaded` does.
     """
     leave_earlier_files()
-    folder = str(file.resolve().parent)
-    is_new = folder not in sys.path
-    if is_new:
+    folder = file.resolve().parent
+    imports = find_imports(file).used
+    EARLIER.append(RunFile(folder, imports, [*sys.path], frozenset(sys.modules)))
+    if str(folder) not in sys.path:
         # It comes last, so that a `data.py` there does not take the place of this program's. It
         # stays, since a function may import when it is called.
-        sys.path.append(folder)
-    found = find_imports(file)
-    EARLIER.append(RunFile(folder if is_new else None, found))
+        sys.path.append(str(folder))
     check_loaded(file)
-    forget(found)
+    forget(imports)
     defined = runpy.run_path(str(file))
     check_loaded(file)
     return defined
 
 
 def leave_earlier_files() -> None:
-    """Undo what `run_file` did for the task before, whose helpers may have the same names."""
-    for folder, imports in EARLIER:
-        if folder:
-            sys.path.remove(folder)
+    """Undo what the task before did to Python, whose helpers may have the same names.
+
+    These are all modules below its folder that it has loaded, however it found them, and the
+    folders there in which it made Python look. Installed packages stay, wherever they lie.
+    """
+    for folder, imports, path, modules in EARLIER:
         forget(imports)
+        forget(find_own_modules(folder, sys.modules.keys() - modules))
+        is_below = [folder in [place, *place.parents] for place in map(resolved, sys.path)]
+        sys.path[:] = [
+            place
+            for place, below in zip(sys.path, is_below, strict=True)
+            if place in path or not below
+        ]
     EARLIER.clear()
+
+
+def find_own_modules(folder: Path, names: Collection[str]) -> dict[str, Path]:
+    """Return those of some loaded modules that are the user's own and lie below a folder.
+
+    This program, Python and installed packages may lie there, too, and are none of them.
+    """
+    own = dict[str, Path]()
+    for name in names:
+        file = file_of_loaded(name)
+        if file is None or folder not in file.parents:
+            continue
+        is_of_program = folder in (PROGRAM, *PROGRAM.parents) and PROGRAM in file.parents
+        is_installed = {"site-packages", "dist-packages"} & {*file.parts}
+        is_of_python = name.partition(".")[0] in sys.stdlib_module_names
+        if not (is_of_program or is_installed or is_of_python):
+            own[name] = file
+    return own
 
 
 def forget(imports: Mapping[str, Path]) -> None:
@@ -133,8 +186,7 @@ def forget(imports: Mapping[str, Path]) -> None:
     installed package, is left as it is.
     """
     for name, path in imports.items():
-        loaded = getattr(sys.modules.get(name), "__file__", None)
-        if loaded is None or Path(loaded).resolve() != path.resolve():
+        if file_of_loaded(name) != path.resolve():
             continue
         del sys.modules[name]
         package, _, own_name = name.rpartition(".")
@@ -145,16 +197,33 @@ def forget(imports: Mapping[str, Path]) -> None:
 def check_loaded(file: Path) -> None:
     """Refuse (UsageError) a file that imports others under names that Python knows otherwise.
 
-    Such a name is that of an installed package, or of a file that the caller's own script imports
-    or has beside it. Python takes those, and the digest would be of a file that is not used.
+    Such a name is that of an installed package, of a module of this program or of Python, or of a
+    file that the caller's own script imports or has beside it. Python takes those, and the file in
+    the folder would not be used. One that is a copy of what is taken is no matter.
     """
-    for name, path in find_imports(file).items():
+    imports = find_imports(file)
+    for name, path in (imports.used | imports.hidden).items():
         taken = file_taken_by_python(name)
-        if taken and taken.resolve() != path.resolve():
+        if name in imports.hidden:
+            is_well = taken is not None and taken.read_bytes() == path.read_bytes()
+        else:
+            is_well = taken is None or taken.resolve() == path.resolve()
+        if not is_well:
             raise UsageError(
-                f"--pretext {file}: imports {path}, but Python takes {taken}, of the same name;"
-                " rename one of them, or run each in a process of its own"
+                f"--pretext {file}: imports {path}, but Python takes {taken or 'its own module'},"
+                " of the same name; rename one of them, or run each in a process of its own"
             )
+
+
+def resolved(place: str) -> Path:
+    """Return a folder in which Python looks for modules; "" is the current one."""
+    return Path(place or ".").resolve()
+
+
+def file_of_loaded(name: str) -> Path | None:
+    """Return the file of a module that is loaded; None if it is not, or has none."""
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    return Path(loaded).resolve() if loaded else None
 
 
 def file_taken_by_python(name: str) -> Path | None:

@@ -595,13 +595,13 @@ def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_hea
         after = tensors(again, seed + 2)
         assert torch.equal(before["theta"], after["theta"])
         assert not torch.equal(before["head.weight"], after["head.weight"])
-    assert read_arm(again).unit == "PEFT and PEFT anew"
+    assert read_arm(again).unit == "align run, PEFT and PEFT anew"
     assert direct.start_cpu_seconds
     all_before = direct.cpu_seconds + direct.start_cpu_seconds
     assert result.start_cpu_seconds == pytest.approx(all_before)
     differs = evaluate([first, again]).arms[1].differs
-    restarted = ("restarted from an earlier fine-tuning", "aligned with M-FAC")
-    assert differs["origin"] == restarted
+    of_aligned = "restarted from an earlier fine-tuning, which was aligned with M-FAC"
+    assert differs["origin"] == (of_aligned, "aligned with M-FAC")
     for seed in (0, 1):  # 1: not that of the adapter it would start from, but of the other one
         with pytest.raises(UsageError, match=r"is of seed [01], which this run has, too"):
             tune(weights, tmp_path / "same", start=first, seed=seed, seeds=2, lr=(1e-2,))

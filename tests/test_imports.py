@@ -1,6 +1,8 @@
 """Files that a pretext task of one's own imports: which they are, and that a run is theirs, too."""
 
+import colorsys
 import json
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from toy import done, refusal
 
+import lora
 from config import OMNIGLOT
 from support.errors import UsageError
 from support.imports import (
@@ -58,7 +61,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 def test_imports_are_those_of_the_folder_whoever_imports_them(tmp_path: Path) -> None:
     """Python itself, in a process of its own, loads the same files."""
     write(tmp_path, {**FILES, "nets/deep.py": "from .parts import block\nfrom . import other\n"})
-    assert sorted(find_imports(tmp_path / "task.py")) == IMPORTED
+    assert sorted(find_imports(tmp_path / "task.py").used) == IMPORTED
     (tmp_path / "data.py").write_text("def rng(): pass\n")
     (tmp_path / "json.py").unlink()
     script = (
@@ -117,6 +120,47 @@ def test_a_helper_that_python_would_take_from_elsewhere_is_refused(
 
     assert helper_98.A == 0
     del sys.modules["helper_98"]
+
+
+def test_an_own_copy_of_a_module_of_the_program_or_of_python_is_refused_once_it_is_changed(
+    tmp_path: Path,
+) -> None:
+    """Python takes the program's or its own; whoever has changed the copy wants that to be used."""
+    write(tmp_path, {"task.py": "from lora import features\nimport colorsys\n"})
+    for module in (lora, colorsys):
+        copy = Path(shutil.copy(str(module.__file__), tmp_path))
+        assert run_file(tmp_path / "task.py")["features"] is lora.features
+        copy.write_text(copy.read_text() + "\n# changed\n")
+        with pytest.raises(UsageError, match=rf"imports {copy}, but .*{module.__file__}, .*rename"):
+            run_file(tmp_path / "task.py")
+        copy.unlink()
+
+
+def test_a_compiled_module_is_in_the_digest_and_is_read_anew(tmp_path: Path) -> None:
+    """As Python's own compiler writes it; there is no source beside it."""
+    digests = []
+    for k in (1, 100):
+        write(tmp_path, {"source.txt": f"K = {k}\n", "task.py": "from compiled_98 import K\n"})
+        py_compile.compile(str(tmp_path / "source.txt"), str(tmp_path / "compiled_98.pyc"))
+        assert run_file(tmp_path / "task.py")["K"] == k
+        digests.append(digest_of_imports(tmp_path / "task.py"))
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_modules_that_a_task_finds_by_a_path_of_its_own_are_not_the_next_tasks() -> None:
+    """Each has them in a folder below; one is edited in between. Other modules stay loaded."""
+    text = "import sys\nfrom pathlib import Path\n"
+    text += "sys.path.insert(0, str(Path(__file__).parent / 'lib'))\nfrom helper_97 import K\n"
+    for place, k in (("a", 1), ("b", 100)):
+        write(Path(place), {"task.py": text, "lib/helper_97.py": f"K = {k}"})
+    leave_earlier_files()  # of another test
+    path = [*sys.path]
+    assert [run_file(Path(place, "task.py"))["K"] for place in "ab"] == [1, 100]
+    write(Path("a"), {"lib/helper_97.py": "K = 1000"})
+    assert run_file(Path("a/task.py"))["K"] == 1000
+    leave_earlier_files()
+    assert sys.path == path and "helper_97" not in sys.modules and "lora" in sys.modules
 
 
 def test_the_digest_is_of_all_that_is_imported_and_of_nothing_else(tmp_path: Path) -> None:
