@@ -44,7 +44,9 @@ def rate_rows(runs: list[plan.Run]) -> list[Record]:
         row: Record = {"PEFT of": length, "arm": arm}
         for rate in rates:
             ends = [run.ends[length].get(f"{rate:g}") for run in runs if run.arm == arm]
-            row[f"{rate:g}"] = None if None in ends else f"{fmean(filter(None, ends)):.1f}"
+            accuracies = [accuracy for accuracy in ends if accuracy is not None]
+            is_whole = len(accuracies) == len(ends)
+            row[f"{rate:g}"] = f"{fmean(accuracies):.1f}" if is_whole else None
         rows.append(row | {"taken": chosen[arm][length][0]})
     return rows
 
