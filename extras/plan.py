@@ -42,7 +42,7 @@ from support.experiment import (
     Experiment,
     Loader,
     check_batches,
-    look_at,
+    look_at_pool,
     open_experiment,
     open_sources,
     set_up_device,
@@ -95,7 +95,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     """Return what is particular to a `pretrain` run: device, network, length and time."""
     device = set_up_device(cfg)
     found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
-    look_at(pool.images)  # refuses images that cannot be read
+    look_at_pool(pool)  # refuses images that cannot be read
     check_directory(out, define("pretrain", cfg, {"pool_sha256": fingerprint(pool)}), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
     found["length"] = f"{cfg.epochs} epochs of {count(epoch_steps, 'step')}"

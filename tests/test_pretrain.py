@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from quilts import quilts
-from toy import read_records
+from toy import PRETRAIN_STEPS, read_records, run
 
 from config import BACKBONES, OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig
 from data import Pool
@@ -61,6 +62,32 @@ def test_an_epoch_has_full_batches_only_and_at_least_one(
         with pytest.raises(InterruptedError) as seen:
             pretrain(config(batch=10, epochs=7), tmp_path / "p", pool=pool)
         assert seen.value.args == (7 * epoch, epoch)
+
+
+@pytest.mark.parametrize("more", ["", "--dry-run"])
+def test_what_a_pool_has_and_lacks_is_told_before_pretraining(
+    more: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four photos, their masks, and as many files of an iPhone; a pool of black pictures, too."""
+    for name in ("photos", "black"):
+        (tmp_path / name / "masks").mkdir(parents=True)
+    for number in range(4):
+        photo = Image.new("RGB", (20, 20), (50 * number, 0, 99))
+        photo.putpixel((3, 3), (255, 255, 255))
+        photo.save(tmp_path / f"photos/{number}.png")
+        photo.save(tmp_path / f"photos/masks/{number}.png")
+        (tmp_path / f"photos/{number}.heic").write_bytes(b"")
+        Image.new("RGB", (20, 20), (1, 0, 1)).save(tmp_path / f"black/{number}.png")
+    line = f"pretrain --backbone vit_mini {PRETRAIN_STEPS} --batch 4 {more}"
+    told = run(f"{line} --pool {tmp_path}/photos --out {tmp_path}/p").err + caplog.text
+    assert "pool: images without labels: 8" in told
+    assert "pool: left out: 4 .heic" in told
+    assert "pool: images that look like masks of others: 4, such as" in told
+    assert "black" not in told
+    caplog.clear()
+    told = run(f"{line} --pool {tmp_path}/black --out {tmp_path}/b").err + caplog.text
+    assert "pool: images without labels: 4" in told and "left out" not in told
+    assert "pool: no pixel is above 1 of 255, so the images are black" in told
 
 
 def test_what_is_saved_is_read_as_an_official_file_is_and_the_last_loss_is_told(
