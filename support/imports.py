@@ -34,6 +34,7 @@ class RunFile(NamedTuple):
 
 
 EARLIER: list[RunFile] = []  # the file that was run last
+LIBRARIES: dict[Path, str] = {}  # compiled libraries that tasks have imported, and their sha256
 
 
 class Imports(NamedTuple):
@@ -126,7 +127,7 @@ def run_file(file: Path) -> Record:
     """Run the file of a pretext task, which may import others beside it; return what it defines.
 
     What it imports is read anew, since it may have been edited after an earlier run. Raises
-    UsageError as `check_loaded` does.
+    UsageError as `check_loaded` and `check_libraries` do.
     """
     leave_earlier_files()
     folder = file.resolve().parent
@@ -136,6 +137,7 @@ def run_file(file: Path) -> Record:
         # It comes last, so that a `data.py` there does not take the place of this program's. It
         # stays, since a function may import when it is called.
         sys.path.append(str(folder))
+    check_libraries(imports)
     check_loaded(file)
     forget(imports)
     defined = runpy.run_path(str(file))
@@ -192,6 +194,22 @@ def forget(imports: Mapping[str, Path]) -> None:
         package, _, own_name = name.rpartition(".")
         if hasattr(sys.modules.get(package), own_name):  # `from package import it` would take that
             delattr(sys.modules[package], own_name)
+
+
+def check_libraries(imports: Mapping[str, Path]) -> None:
+    """Refuse (UsageError) a compiled library, such as a .so, that was changed after its first use.
+
+    A process loads a library once: a second run would use the first one, and not what the digest is
+    of. `imports` are the files of modules by their names.
+    """
+    for path in imports.values():
+        if path.name.endswith((*EXTENSION_SUFFIXES,)):
+            digest = sha256(path)
+            if LIBRARIES.setdefault(path.resolve(), digest) != digest:
+                raise UsageError(
+                    f"--pretext: {path} was changed, and this process keeps the one that it has"
+                    " loaded; start Python anew"
+                )
 
 
 def check_loaded(file: Path) -> None:

@@ -6,6 +6,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,35 @@ def test_a_compiled_module_is_in_the_digest_and_is_read_anew(tmp_path: Path) -> 
         assert run_file(tmp_path / "task.py")["K"] == k
         digests.append(digest_of_imports(tmp_path / "task.py"))
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize(
+    "endings",
+    [".py", ".pyc", ".so", ".abi3.so .so", ".py .pyc", ".so .py", "/__init__.pyc .py .so", "/a.py"],
+)
+def test_of_several_files_of_a_helper_the_one_that_python_takes_is_known(
+    endings: str, tmp_path: Path
+) -> None:
+    """Python itself says which that is. A folder without __init__ has no file."""
+    write(tmp_path, {"task.py": "import helper_85\n"})
+    write(tmp_path, {f"helper_85{ending}": "" for ending in endings.split()})
+    spec = PathFinder.find_spec("helper_85", [str(tmp_path)])
+    assert spec is not None
+    taken = {"helper_85": Path(spec.origin)} if spec.origin else {}
+    assert find_imports(tmp_path / "task.py").used == taken
+
+
+def test_a_compiled_library_that_was_changed_needs_a_new_process(tmp_path: Path) -> None:
+    """Python would go on with the one that it loaded first."""
+    write(tmp_path, {"task.py": "def later():\n    import helper_87\n", "helper_87.so": "one"})
+    before = digest_of_imports(tmp_path / "task.py")
+    run_file(tmp_path / "task.py")
+    run_file(tmp_path / "task.py")
+    write(tmp_path, {"helper_87.so": "two"})
+    assert digest_of_imports(tmp_path / "task.py") != before
+    with pytest.raises(UsageError, match=r"helper_87\.so was changed, .*; start Python anew$"):
+        run_file(tmp_path / "task.py")
+    leave_earlier_files()
 
 
 @pytest.mark.usefixtures("elsewhere")
