@@ -22,7 +22,7 @@ import data
 from align import Alignment, batches_left, prepare, probe
 from bisslight import Map, algorithm_1
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
-from data import Pool, Split, Task, describe, fingerprint
+from data import Pool, Split, Task, describe, digests_of_pool
 from extras import pretrain
 from finetune import Tuning, choose_rate, make_optimiser, with_earlier
 from finetune import define as define_finetune
@@ -96,7 +96,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     device = set_up_device(cfg)
     found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
     look_at_pool(pool)  # refuses images that cannot be read
-    check_directory(out, define("pretrain", cfg, {"pool_sha256": fingerprint(pool)}), cfg)
+    check_directory(out, define("pretrain", cfg, digests_of_pool(pool)), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
     found["length"] = f"{cfg.epochs} epochs of {count(epoch_steps, 'step')}"
     if is_finished(out):

@@ -119,6 +119,9 @@ def are_of_same_images(settings: Record, first: Record) -> bool:
     >>> are_of_same_images(of_script, {"data_sha256": "2:files", "files_sha256": None})
     True
     """
+    contents, first_contents = settings.get("contents_sha256"), first.get("contents_sha256")
+    if None not in (contents, first_contents) and contents != first_contents:
+        return False  # files were replaced by others of as many bytes
     digest, first_digest = settings.get("data_sha256"), first.get("data_sha256")
     of_files = settings.get("files_sha256") or digest
     return digest == first_digest or of_files == (first.get("files_sha256") or first_digest)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from config import AlignConfig, FinetuneConfig, Record, find_runs
-from data import Task
+from data import MOST_CONTENTS, Task
 from support.adapters import (
-    MOST_CONTENTS,
     count_known_images,
     find_adapters,
     hash_contents,
@@ -161,6 +160,8 @@ def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
         fields["data_seed"] = first_fields["data_seed"] = None
     fields["files_sha256"] = first_fields["files_sha256"] = None  # data_sha256 says it, too
     names = keys_that_differ(fields, first_fields)
+    if has_other_content(info, first):
+        names.append("content of its images")
     says_no_start = start is None or first_start is None
     if info.stage == "finetune" and says_no_start:
         return names
@@ -168,6 +169,22 @@ def find_differences(info: AdapterInfo, first: AdapterInfo) -> list[str]:
     if not says_no_start:
         names += [f"{name} of its start" for name in find_differences(start, first_start)]
     return names
+
+
+def has_other_content(info: AdapterInfo, first: AdapterInfo) -> bool:
+    """Whether image files have one digest in two adapters, and other contents.
+
+    They were replaced by files of as many bytes, as those of BMP and TIFF have. Adapters keep
+    hashes of the contents; an older one kept fewer.
+
+    >>> old = AdapterInfo(data_sha256="2:names and sizes", seen=frozenset({"name", "content"}))
+    >>> has_other_content(old, old.model_copy(update={"seen": frozenset({"name", "other"})}))
+    True
+    """
+    if info.data_sha256 is None or info.data_sha256 != first.data_sha256:
+        return False
+    seen, first_seen = info.seen or frozenset(), first.seen or frozenset()
+    return len(seen) == len(first_seen) and seen != first_seen
 
 
 def keys_that_differ(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:

@@ -18,6 +18,7 @@ from torchvision import transforms as T
 from toy import photos_in
 
 import data
+from config import AlignConfig
 from data import (
     Images,
     Pool,
@@ -34,6 +35,9 @@ from data import (
     read_image,
     stream,
 )
+from support.experiment import digests_of_data
+from support.results import are_of_same_images
+from support.runs import find_changes
 
 CPU = torch.device("cpu")
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3, augment="crop")
@@ -551,6 +555,29 @@ def test_whatever_changes_the_numbers_of_files_changes_their_digest(
     else:
         task = task._replace(**{change: change == "uncut" or (0.5,) * 3})
     assert fingerprint(task._replace(train=split, val=split, test=split)) != before
+
+
+def test_a_file_that_is_replaced_by_one_of_as_many_bytes_is_known_by_its_content(
+    tmp_path: Path,
+) -> None:
+    """It is none of the 50 that the other digest is made of; a run of before goes on without."""
+    files = written(tmp_path, *[f"{k}.bmp" for k in range(60)])
+    split = Split(files, torch.tensor([0, 1] * 30))
+    task = Task("own", split, split, split, ["a", "b"])
+    pool = Pool(files)
+    cfg = AlignConfig(backbone="vit_mini", dataset="own", pool="own")
+    before = digests_of_data(cfg, task, pool)
+    files[1].write_text("x" * files[1].stat().st_size)
+    after = digests_of_data(cfg, task, pool)
+    assert before["data_sha256"] == after["data_sha256"]
+    assert before["pool_sha256"] == after["pool_sha256"]
+    changes = [f"the content of --{name} was changed" for name in ("dataset", "pool")]
+    assert find_changes(before, after) == changes
+    assert not are_of_same_images(before, after)
+    del before["contents_sha256"], before["pool_contents_sha256"]
+    assert find_changes(before, after) == [] and are_of_same_images(before, after)
+    in_memory = Pool(torch.zeros(2, 3, 8, 8))
+    assert data.digests_of_pool(in_memory).keys() == {"pool_sha256"}
 
 
 def test_pixels_in_memory_and_what_they_are_normalised_by_are_in_the_digest() -> None:

@@ -1142,7 +1142,7 @@ def test_images_in_memory_are_known_by_their_pixels(weights: Path, tmp_path: Pat
     with pytest.raises(
         UsageError,
         match=r"trained on 1 of the 2 test images, by .* such as number 1; take the splits that its"
-        " script handed over, or align",
+        " script handed over, or train again",
     ):
         finetune(again, tmp_path / "other", task=other)
     finetune(again, tmp_path / "new", task=new)
