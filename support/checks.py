@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
@@ -63,6 +63,24 @@ def check_task(task: Task) -> None:
         check_labels(split, name, task.classes)
     if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
         raise ValueError("labels: of all splits one class an image, or of all several")
+    check_folders_of_labels(task)
+
+
+def check_folders_of_labels(task: Task) -> None:
+    """Raise ValueError where a file's folder is named as another class than its label says.
+
+    Only asked where all files lie in folders with names of classes. A script that numbers the
+    classes of each split by itself may number them in another order, or in the lack of one class.
+    """
+    class_of = classes_of(task)
+    if not {file.parent.name for file in class_of} <= {*task.classes}:
+        return
+    for file, class_name in class_of.items():
+        if class_name not in file.parts:  # 7/1/0.png of class 7 may be of patient 1
+            raise ValueError(
+                f"labels: {file} is labelled {class_name}; number the classes of all splits in the"
+                " order of `classes`, or, if it is meant so, give classes other names than folders"
+            )
 
 
 def as_checked(task: Task) -> Task:
@@ -73,13 +91,18 @@ def as_checked(task: Task) -> Task:
     """
     return task._replace(
         name="own",
-        train=Split(task.train.images, task.train.targets),
-        val=Split(task.val.images, task.val.targets),
-        test=Split(task.test.images, task.test.targets),
+        train=Split(as_stored(task.train.images), task.train.targets),
+        val=Split(as_stored(task.val.images), task.val.targets),
+        test=Split(as_stored(task.test.images), task.test.targets),
         classes=list(task.classes),
         mean=tuple(float(x) for x in task.mean),
         std=tuple(float(x) for x in task.std),
     )
+
+
+def as_stored(images: Stored) -> Stored:
+    """Return paths as a list, since a script may give another sequence; pixels as they are."""
+    return images if isinstance(images, Tensor) else list(images)
 
 
 def check_pool(pool: Pool) -> None:
@@ -206,13 +229,18 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
 
 
 def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[str]:
-    """Return a line if all images are black, or else if most of them have one colour.
+    """Return a line if all images are black or very dark, or else if most have one colour.
 
     Files are black if no number in them is above 1 of 255, as where numbers from 0 to 1 were saved
     as whole ones; in memory, such images are refused. Asked of are the files in `looks`, see
     `find_doubts`; `name` says what has the images, such as "train" or "pool".
     """
     if isinstance(images, Tensor):
+        if images.max() < 0.1:
+            return [
+                f"{name}: no pixel is above 0.1, and images that are cut have 8 bits, so few levels"
+                " are left; scale them to numbers from 0 to 1"
+            ]
         without_contrast = count_without_contrast(images)
     else:
         found = [looks[file] for file in images if file in looks]
@@ -369,10 +397,14 @@ def find_two_labels(of_each: Mapping[str, list[bytes]], splits: Mapping[str, Spl
 def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]:
     """Return the sha256 of the pixels of each image; [] if a file is not in `pixels`.
 
-    Images in memory are compared to 8 bits: how they were divided by 255 does not matter.
+    Images in memory are compared to 8 bits: how they were divided by 255 does not matter. If they
+    have finer numbers, they are compared to 16 bits.
     """
     if isinstance(images, Tensor):
-        return [digest_of_pixels((255 * image).round().byte()) for image in images]
+        levels = 255 * images
+        if (levels - levels.round()).abs().max() < 1e-3:
+            return [digest_of_pixels(image.round().byte()) for image in levels]
+        return [digest_of_pixels((65535 * image).round().int()) for image in images]
     if not all(file in pixels for file in images):
         return []
     return [pixels[file] for file in images]
@@ -532,7 +564,7 @@ MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "se
 COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rotated", "cropped"}
 COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
 
-# Of each file whose name was made from another's beside it: that one, and the change of the name.
+# Of each file whose name was made from another's: that one, and the change of the name.
 Originals = dict[Path, tuple[Path, str]]
 
 
@@ -543,7 +575,7 @@ def find_derived(task: Task) -> list[str]:
     said: many data sets come with such copies. Masks are told in any split.
     """
     files = files_of(task)
-    originals = find_originals(files)
+    originals = find_originals(files, classes_of(task))
     masks = find_masks(files, originals)
     lines = say_masks(masks)
     others = {file: name for file, name in classes_of(task).items() if file not in masks}
@@ -600,20 +632,62 @@ def find_masks(files: Collection[Path], originals: Originals) -> set[Path]:
             if NO_CLASS.get(file.parent.name.lower()) == "image":
                 places.add(file.parent.parent / file.stem)
     masks = {file for file in in_masks if file.parent.parent / file.stem in places}
-    return masks | {
+    masks |= {
         file for file, (_, change) in originals.items() if not MASKS.isdisjoint(words_of(change))
     }
+    return masks | find_masks_by_word(files)
+
+
+def find_masks_by_word(files: Collection[Path]) -> set[Path]:
+    """Return masks whose names have another word in place of mask, if there are many of them.
+
+    Such as mask_001.png of img_001.png beside it, or of any other word and 001.
+    """
+    rests: dict[Path, tuple[str, ...]] = {}  # of files with a word of MASKS: the other words
+    for file in files:
+        words = words_and_numbers(file.stem)
+        rest = tuple(word for word in words if word not in MASKS)
+        if rest and len(rest) < len(words):
+            rests[file] = rest
+    if not rests:
+        return set()
+    found = set[tuple[Path, tuple[str, ...]]]()  # other files, each without one of its words
+    for file in files:
+        words = words_and_numbers(file.stem)
+        if file not in rests:
+            for k, word in enumerate(words):
+                if not word.isdecimal():
+                    found.add((file.parent, words[:k] + words[k + 1 :]))
+    masks = {file for file, rest in rests.items() if (file.parent, rest) in found}
+    return masks if is_often(len(masks), len(files)) else set()
+
+
+def words_and_numbers(name: str) -> tuple[str, ...]:
+    """Return the words and numbers in a name, in small letters.
+
+    >>> words_and_numbers("carMask_001")
+    ('car', 'mask', '001')
+    """
+    pieces = re.findall(r"\d+|[^\W\d_]+", name)
+    return tuple(
+        word for piece in pieces for word in ([piece] if piece.isdecimal() else words_of(piece))
+    )
 
 
 def find_named_copies(
     originals: Originals, masks: Collection[Path], images: int
 ) -> dict[Path, Path]:
-    """Return the files that are named as copies of others beside them, and these; without masks.
+    """Return the files that are named as copies of others, and these; without masks.
 
     `images` says how many there are in all. What was added to the name of the original is one of
-    COPIES, or any word that was added to many names, as in 0_bright.png, 1_bright.png and so on.
+    COPIES, or any word that was added to many names beside the original, as in 0_bright.png,
+    1_bright.png and so on.
     """
-    times = Counter(without_digits(change) for _, change in originals.values())
+    times = Counter(
+        without_digits(change)
+        for file, (original, change) in originals.items()
+        if file.parent == original.parent
+    )
     return {
         file: original
         for file, (original, change) in originals.items()
@@ -639,26 +713,40 @@ def is_often(times: int, images: int) -> bool:
     return times >= 3 and 100 * times >= images
 
 
-def find_originals(files: Iterable[Path]) -> Originals:
-    """Return for each file whose name was made from another's beside it: that one, and the change.
+def find_originals(files: Collection[Path], class_of: Mapping[Path, str] = {}) -> Originals:
+    """Return for each file whose name was made from another's: that one, and the change.
 
-    Such as 0.png and "_mask 2" for 0_mask 2.png.
+    Such as 0.png and "_mask 2" for 0_mask 2.png. The other one lies beside it or, if none does so,
+    in the folder of the same class in another part. `class_of` is empty where there are no classes.
     """
-    by_folder = defaultdict[Path, dict[str, Path]](dict)  # files by their names without endings
-    for file in files:
-        by_folder[file.parent].setdefault(file.stem, file)
+    beside = find_originals_in({file: (file.parent, "") for file in files})
+    root = common_folder(class_of)
+    places: dict[Path, tuple[Path, str]] = {}  # such as ("film 1", "cat") of test/cat/film 1/0.png
+    for file, class_name in class_of.items():
+        inner = file.parent.relative_to(folder_of_class(file.parent, class_name, root))
+        places[file] = inner, class_name
+    return find_originals_in(places) | beside
+
+
+def find_originals_in(places: Mapping[Path, tuple[Path, str]]) -> Originals:
+    """Return as `find_originals` does the originals that have the same place as the file."""
+    # The files of each place by their names, without endings and in small letters.
+    by_place = defaultdict[tuple[Path, str], dict[str, Path]](dict)
+    for file, place in places.items():
+        by_place[place].setdefault(file.stem.casefold(), file)
     originals: Originals = {}
-    for by_name in by_folder.values():
-        for name, file in by_name.items():
-            original, change = find_original(name, by_name)
-            if original:
-                originals[file] = by_name[original], change
+    for file, place in places.items():
+        by_name = by_place[place]
+        original, change = find_original(file.stem, by_name)
+        if original:
+            originals[file] = by_name[original.casefold()], change
     return originals
 
 
 def find_original(name: str, names: Container[str]) -> tuple[str, str]:
     """Return the one of `names` that a name was made from, and the change; ("", "") without one.
 
+    `names` are in small letters.
     The change has a word: 0_2 may well be another image than 0. Before the name of the original,
     it is one of MASKS or COPIES.
 
@@ -671,12 +759,12 @@ def find_original(name: str, names: Container[str]) -> tuple[str, str]:
     _, *shorter = beginnings(name)
     for original in shorter:
         change = name[len(original) :]
-        if original in names and words_of(change):
+        if original.casefold() in names and words_of(change):
             return original, change
     for start in reversed(shorter):
         change, rest = name[: len(start) + 1], name[len(start) + 1 :]
         for original in beginnings(rest):
-            if original in names and not (MASKS | COPIES).isdisjoint(words_of(change)):
+            if original.casefold() in names and not (MASKS | COPIES).isdisjoint(words_of(change)):
                 return original, change
     return "", ""
 

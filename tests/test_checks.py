@@ -527,6 +527,94 @@ def test_usual_names_and_folders_are_not_taken_for_copies(names: list[str]) -> N
     assert find_derived(own_files(names[::3], names[1::3], names[2::3])) == []
 
 
+def test_copies_that_were_divided_after_they_were_made_are_told_across_parts() -> None:
+    """A mirrored image in test/, its original in train/, which may have an image of this name, too.
+
+    Names that end in their part, and parts that are numbered anew, are usual.
+    """
+    train = [f"train/{kind}/{k}.png" for kind in ("cat", "dog") for k in "123456"]
+    val = [f"val/{kind}/a{k}.png" for kind in ("cat", "dog") for k in "123"]
+    flipped = [f"test/cat/{k}_flip.png" for k in "123"]
+    (line,) = find_derived(own_files(train, val, flipped))
+    assert ": 3, such as /photos/test/cat/1_flip.png of /photos/train/cat/1.png. A" in line
+    (line,) = find_derived(own_files([*train, *flipped[:1]], val, ["test/cat/1.png"]))
+    assert ": 1, such as /photos/test/cat/1_flip.png of /photos/test/cat/1.png. A" in line
+    bright = [f"train/cat/{k}_bright.png" for k in "123"]
+    (line,) = find_derived(own_files([*train, *bright], val, ["test/cat/4_bright.png"]))
+    assert ": 1, such as /photos/test/cat/4_bright.png of /photos/train/cat/4.png. A" in line
+    named_by_part = [f"test/{kind}/{k}_test.png" for kind in ("cat", "dog") for k in "123456"]
+    anew = [f"test/{kind}/{k}.png" for kind in ("cat", "dog") for k in "123456"]
+    for usual in (named_by_part, anew, ["test/dog/a1_flip.png", *anew]):
+        assert find_derived(own_files(train, val[:3], usual)) == []
+
+
+def test_capital_letters_do_not_hide_a_copy() -> None:
+    train, dog = ["cat/DSC1.JPG", "cat/DSC2.JPG"], ["dog/1.png"]
+    (line,) = find_derived(own_files(train, dog, ["cat/dsc1_edited.jpg"]))
+    assert ": 1, such as /photos/cat/dsc1_edited.jpg of /photos/cat/DSC1.JPG. A" in line
+
+
+@pytest.mark.parametrize(
+    ("image", "mask", "told"),
+    [
+        ("img_{}", "mask_{}", True),
+        ("p{}_image", "p{}_mask", True),
+        ("scan{}-rgb", "scan{}-seg", True),
+        ("IMG_{}", "carMask{}", False),  # a car is none in IMG
+        ("with_mask_{}", "without_mask_{}", False),
+        ("img_{}", "mask_9{}", False),
+    ],
+)
+def test_masks_whose_images_have_another_word_in_its_place_are_told(
+    image: str, mask: str, told: bool
+) -> None:
+    names = [f"{kind}/{name.format(k)}.png" for kind in ("cat", "dog") for name in (image, mask)
+             for k in "123456"]  # fmt: skip
+    lines = find_derived(own_files(names[::3], names[1::3], names[2::3]))
+    assert len(lines) == told
+    assert not told or "look like masks of others: 12, such as" in lines[0]
+
+
+def numbered(orders: dict[str, str], classes: str) -> Task:
+    """A task of four images a class, in folders as cat/, whose classes are numbered in `orders`."""
+    splits = []
+    for part in SPLITS:
+        files = [
+            Path(f"/pets/{part}/{kind}/{k}.png") for kind in orders[part].split() for k in "12"
+        ]
+        labels = torch.arange(len(files)) // 2
+        splits.append(Split(files, labels))
+    return Task("own", *splits, classes.split())
+
+
+def test_labels_that_are_not_those_of_the_folders_are_refused() -> None:
+    """As of `os.listdir` in each part, or of a part that lacks a class, from where all shift."""
+    good = dict.fromkeys(SPLITS, "cat dog fox")
+    check_task(numbered(good, "cat dog fox"))
+    check_task(numbered(good, "a b c"))
+    check_task(numbered(good, "dog cat none"))  # not all folders are classes
+    for test, first in (("fox cat dog", "fox/1.png is labelled cat"), ("cat fox", "labelled dog")):
+        with pytest.raises(ValueError, match=f"^labels: /pets/test/.*{first}; number the classes"):
+            check_task(numbered(good | {"test": test}, "cat dog fox"))
+    patients = dict.fromkeys(SPLITS, "1/1 2/1 3/3")  # of the classes 1, 2 and 3
+    check_task(numbered(patients, "1 2 3"))
+
+
+def test_dim_images_in_memory_are_told_and_are_not_taken_for_equal() -> None:
+    """A camera's numbers of 16 bits: from 900 to 1040, where 257 are one of 255 levels."""
+    counts = torch.randint(900, 1041, (30, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    pixels = counts / 65535
+    labels = torch.arange(10) % 2
+    splits = [Split(pixels[first : first + 10], labels) for first in (0, 10, 20)]
+    doubts = find_doubts(Task("own", *splits, ["a", "b"]))
+    assert [line.split(",")[0] for line in doubts] == [
+        f"{name}: no pixel is above 0.1" for name in SPLITS
+    ]
+    twice = [splits[0], splits[1], splits[0]]
+    doubts = find_doubts(Task("own", *twice, ["a", "b"]))
+    assert doubts[0].startswith("train and test have 10 images in common")
+
+
 def test_masks_in_a_pool_are_told(tmp_path: Path) -> None:
     """Changed copies are none to tell there: nothing is tested."""
     photos_in(tmp_path, [*(f"all/{k}.png" for k in range(9)), "all/1_flip.png"])

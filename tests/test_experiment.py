@@ -15,7 +15,13 @@ from data import Pool, Split, Task, decode_once
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
-from support.experiment import check_batches, check_numbers, open_experiment, set_up_device
+from support.experiment import (
+    check_batches,
+    check_cuts,
+    check_numbers,
+    open_experiment,
+    set_up_device,
+)
 from support.processes import World
 
 EXAMPLE = ROOT / "examples/rotation.py"
@@ -87,6 +93,32 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     monkeypatch.setattr(experiment, "world", lambda: World(rank=0, size=9))
     with pytest.raises(UsageError, match="has 8 images, 9 are needed"):
         check_batches(opened, "--d-batch", 12)
+
+
+def test_splits_that_would_be_cut_differently_are_refused(weights: Path) -> None:
+    """Pixels in memory with the network's size, 16, are whole. Random crops are cut in any case."""
+    labels = torch.arange(4) % 2
+    whole = Split(torch.rand(4, 3, 16, 16), labels)
+    large = Split(torch.rand(4, 3, 32, 32), labels)
+    files = Split([Path(f"/none/{k}.png") for k in range(4)], labels)
+    for train, val, test, augment, said in (
+        (whole, whole, whole, "none", ""),
+        (large, files, large, "none", ""),
+        (whole, large, files, "crop", ""),
+        (whole, large, files, "none", "of train would be .* size, 16 x 16, and those of val and"),
+        (whole, whole, files, "crop", "of val would be taken whole, .* of test would be cut"),
+        (large, large, whole, "crop", "of test would be taken whole, .* of val would be cut"),
+    ):
+        task = Task("own", train, val, test, ["a", "b"])
+        check_cuts(task._replace(uncut=True), 16, augment)
+        if not said:
+            check_cuts(task, 16, augment)
+            continue
+        with pytest.raises(UsageError, match=said):
+            check_cuts(task, 16, augment)
+    settings = {"backbone": "vit_mini", "dataset": "own", "weights": weights}
+    with pytest.raises(UsageError, match="taken whole"):
+        open_experiment(FinetuneConfig(**settings), Task("own", whole, large, whole, ["a", "b"]))
 
 
 def test_data_from_python_keep_the_settings_that_go_with_their_name(tmp_path: Path) -> None:
