@@ -215,7 +215,7 @@ def test_the_examples_task_runs_under_its_own_name() -> None:
     shutil.copy(EXAMPLE, "rotation.py")
     Path("data.py").write_text("raise RuntimeError('not the program')\n")
     line = commands()[0].replace("examples/", "")
-    line += " --alternations 4 --lower-steps 8 --upper-steps 1 --p-batch 32 --d-batch 16"
+    line += " --alternations 4 --lower-steps 6 --upper-steps 1 --p-batch 16 --d-batch 16"
     line += " --probe-epochs 1 --quiet --out a"
     done(line)
     losses = [record["loss_P"] for record in read_records(Path("a"))[1:]]

@@ -285,7 +285,8 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
 
 def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: Path) -> None:
     model = MAE_RUN.format(weights=weights)
-    line = f"align {model} --preset as-released --upper-steps 4 --config c.toml --dry-run"
+    few = "--dataset quilts --p-batch 8 --d-batch 8"  # its steps are timed
+    line = f"align {model} {few} --preset as-released --upper-steps 4 --config c.toml --dry-run"
     Path("c.toml").write_text("lower_steps = 7\n")
     plan = json.loads(done(f"{line} --json"))
     assert (plan["train"], plan["val"], plan["test"]) == (80, 160, 480)
@@ -298,7 +299,7 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     Path("pool").mkdir()
     Image.new("RGB", (20, 20)).save("pool/a.png")
     Path("pool/b.heic").touch()
-    plan = json.loads(done(f"align {model} --pool pool --dry-run --json"))
+    plan = json.loads(done(f"align {model} {few} --pool pool --dry-run --json"))
     assert plan["pool"] == ["images without labels: 1", "left out: 1 .heic"]
 
 

@@ -60,6 +60,7 @@ def read(path: Path) -> Any:
 # --- accuracy -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     weights: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
         accuracy.align_stably(settings, 0.03, tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     weights: Path, tmp_path: Path
 ) -> None:
@@ -221,12 +223,17 @@ def test_time_and_memory_has_a_row_for_each_method_and_tells_which_does_not_fit(
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def test_a_forward_pass_of_vit_b16_counts_each_of_its_products() -> None:
-    """By hand: tokens times weights, the two products of attention, patches, LoRA, and the head."""
-    dim, depth, tokens, rank = 768, 12, 197, 64
+def test_a_forward_pass_counts_each_of_its_products() -> None:
+    """By hand: tokens times weights, the two products of attention, patches, LoRA, and the head.
+
+    Of ViT-B/16 with two layers instead of twelve.
+    """
+    dim, depth, tokens, rank = 768, 2, 197, 64
     layer = 12 * dim**2 * tokens + 2 * tokens**2 * dim + 4 * rank * dim * tokens
     products = depth * layer + 196 * 16 * 16 * 3 * dim + dim * cost.CLASSES
-    assert cost.count(BACKBONES["vit_b16"], rank).forward == pytest.approx(2 * products, rel=1e-3)
+    assert cost.count(BACKBONES["vit_b16"]._replace(depth=depth), rank).forward == pytest.approx(
+        2 * products, rel=1e-3
+    )
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def test_the_arms_of_phase_2_are_those_that_phase_1_chose() -> None:
     assert fair_race_plan.CHOSEN["q = 0"] == [without_q]
 
 
+@pytest.mark.slow
 def test_the_arms_are_what_align_and_finetune_compute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_the_arms_are_what_align_and_finetune_compute(
     assert test.accuracy == tuned.curve[2]
 
 
+@pytest.mark.slow
 def test_a_cell_is_run_with_a_fresh_start_and_with_that_of_another_peft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples/rotation.py"
 TASK = """
 import json
 import helper, nets.deep as deep
-import torch
+import numpy
 from data import rng
 from nets import norm
 def lazily():

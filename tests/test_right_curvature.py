@@ -67,6 +67,7 @@ def test_an_arm_sees_the_labels_that_the_protocol_names_and_no_others(
     assert changed == seen
 
 
+@pytest.mark.slow
 def test_the_head_never_trains_on_what_q_alone_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """With q taken away, V is arm 0 to the bit, though its g were computed."""
     arm = plan.ARMS["V"]

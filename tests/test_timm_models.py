@@ -399,4 +399,7 @@ def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
 
 def test_the_plan_of_a_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", None)
-    done(f"align --backbone timm:{NAME} --dataset quilts --rank 4 --dry-run --json")
+    done(
+        f"align --backbone timm:{NAME} --dataset few_quilts --image-size 32 --rank 4"
+        " --p-batch 2 --d-batch 2 --dry-run --json"
+    )

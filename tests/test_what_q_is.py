@@ -62,6 +62,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     return what_q_is
 
 
+@pytest.mark.slow
 def test_measuring_changes_no_run(small: Any, tmp_path: Path) -> None:
     """|q|/|g|, its cosine and the distance are what align itself logs."""
     found = small.measure(2.0, 1e-3, 1.0, "Tagalog")
@@ -72,6 +73,7 @@ def test_measuring_changes_no_run(small: Any, tmp_path: Path) -> None:
         assert [found[name]] == pytest.approx(last[logged], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_unit_of_the_loss_changes_mfacs_q_and_nothing_else(small: Any) -> None:
     one, thousand = (small.measure(2.0, 1e-3, c, "Tagalog") for c in (1.001, 1000.0))
     for name in ("loss_P", "distance", "trace_F", "ratio_N", "cosine_N"):
@@ -79,6 +81,7 @@ def test_the_unit_of_the_loss_changes_mfacs_q_and_nothing_else(small: Any) -> No
     assert thousand["ratio_F"] < one["ratio_F"] - 0.01
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_once(small: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(small, "CASES", [(1.0, 1e-3, 1.0)])
     monkeypatch.setattr(small, "SCALES", [(1.0, 1e-3, 1.0)])
