@@ -46,7 +46,7 @@ STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1
 
 def tune(weights: Path, out: Path, **settings: Any) -> FinetuneResult:
     """A small PEFT run on quilts."""
-    given: Any = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights, "rank": 4}
+    given: Any = {"backbone": "vit_mini", "dataset": "few_quilts", "weights": weights, "rank": 4}
     given |= {"epochs": 2, "warmup_epochs": 0, "batch": 40, "seeds": 1, "device": "cpu"}
     return finetune(FinetuneConfig(**given | settings), out)
 

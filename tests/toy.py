@@ -30,7 +30,7 @@ ROOT = Path(cli.__file__).parent
 PROGRAM = [sys.executable, "-c", "import quilts; quilts.register(); import cli; cli.main()"]
 PROGRAM_PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
 
-MAE_RUN = "--backbone vit_mini --dataset quilts --weights {weights}"  # a run of `pretrain`
+MAE_RUN = "--backbone vit_mini --dataset few_quilts --weights {weights}"  # a run of `pretrain`
 IJEPA_RUN = f"{MAE_RUN} --pretext ijepa"
 ALIGN_STEPS = "--alternations 3 --lower-steps 2 --upper-steps 2 --p-batch 8 --d-batch 8"
 ALIGN_STEPS += " --probe-epochs 1 --eval-every 1 --warmup 1"
@@ -48,7 +48,7 @@ PEFT_SETTINGS: dict[str, Any] = {
 
 def align_settings(weights: Path, **more: Any) -> AlignConfig:
     """Settings of the same run; `weights` is a run of `pretrain`."""
-    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights}
+    given: dict[str, Any] = {"backbone": "vit_mini", "dataset": "few_quilts", "weights": weights}
     return AlignConfig(**given | {"device": "cpu"} | ALIGN_SETTINGS | more)
 
 
