@@ -92,7 +92,6 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
         accuracy.align_stably(settings, 0.03, tmp_path / "none")
 
 
-@pytest.mark.slow
 def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     weights: Path, tmp_path: Path
 ) -> None:
