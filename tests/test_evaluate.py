@@ -323,6 +323,26 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     assert both == "both: by several versions: bisslight 1; bisslight 2"
 
 
+def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwise(
+    tmp_path: Path,
+) -> None:
+    """After align on the arm's own images and on others, with direct fine-tuning first."""
+    own: Any = {"data_sha256": "2:cub200 0"}
+    other: Any = {"data_sha256": "2:latin", "dataset": "omniglot:Latin"}
+    runs = [finished(tmp_path / "direct", [70.0])]
+    runs.append(finished(tmp_path / "own", [70.0], by="mfac", origin=own))
+    stiff = other | {"unlike_paper": {"lam": 1.0}}
+    runs.append(finished(tmp_path / "other", [70.0], by="mfac", origin=stiff))
+    of_own, of_other = str(evaluate(runs)).splitlines()[-2:]
+    assert of_own.endswith("; aligned with M-FAC (direct: not aligned)")
+    assert of_other.endswith(
+        "; aligned with M-FAC, on omniglot:Latin (2:latin) (direct: not aligned);"
+        " align with λ 1.0 (own: align with λ as in the paper);"
+        " its start trained on omniglot:Latin (2:latin)"
+        " (own: its start trained on cub200 (cub200 0))"
+    )
+
+
 def test_the_image_size_of_the_run_before_is_compared(tmp_path: Path) -> None:
     """That of align, and that of an earlier fine-tuning; an older adapter says none."""
     sizes = {

@@ -127,6 +127,12 @@ def test_files_of_a_trial_that_are_copied_over_anothers_are_refused(
         tune(weights, tmp_path, **settings)
     (own / "test.json").unlink()
     assert tune(weights, tmp_path, **settings) == first
+    kept = (own / "adapter.safetensors").read_bytes()
+    shutil.copy(other / "adapter.safetensors", own)
+    for place in (tmp_path, own, own / "adapter.safetensors"):  # of `--from`, predict, export
+        with pytest.raises(UsageError, match=r"s0/adapter\.safetensors: is not the adapter that"):
+            find_adapters(place)
+    (own / "adapter.safetensors").write_bytes(kept)
     shutil.copy(other / "result.json", own)
     with pytest.raises(UsageError, match=r"s0/result\.json: is of lr0\.01-s1; remove \S*s0, and"):
         tune(weights, tmp_path, **settings)
@@ -731,7 +737,13 @@ def test_a_transfer_between_data_sets_of_two_names_is_not_doubted(tmp_path: Path
 
 
 def with_info(run: Path, **changes: Any) -> None:
-    """Change what the adapter of a run says of itself."""
+    """Change what the adapter of a run says of itself, as in a version without its digest."""
+    for result in (run / "result.json", run.parent / "result.json"):
+        if result.exists():
+            content = json.loads(result.read_text())
+            for trial in [content, *content.get("trials", []), *content.get("tried", [])]:
+                trial.pop("adapter_sha256", None)
+            result.write_text(json.dumps(content))
     file = run / "adapter.safetensors"
     theta, head, info = load_adapter(file)
     file.write_bytes(save_adapter(theta, head, info.model_copy(update=changes)))
