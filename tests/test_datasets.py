@@ -2,8 +2,11 @@
 
 import hashlib
 import os
+import re
 import tarfile
+import textwrap
 import unicodedata
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from copies import make, picture
 from loopback import Server
 from PIL import Image
 from torchvision.datasets import OxfordIIITPet
-from toy import done, refusal
+from toy import done, photos_in, refusal
 
+import data
 from config import FinetuneConfig
 from extras.datasets import check
 from support.benchmarks import BENCHMARKS, download, open_task
@@ -209,3 +213,23 @@ def test_a_download_is_verified_and_looked_through(
     for wrong in ("pet", "imagenet", "flowers"):
         with pytest.raises(UsageError, match=f"{wrong}: there is no folder"):
             check(wrong, root)
+
+
+def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each patient is in one part, also one who is in two classes; no image is lost."""
+    monkeypatch.chdir(tmp_path)
+    names = [f"{kind}/P{p}/{k}.png" for kind in ("cat", "dog") for p in range(20) for k in range(3)]
+    photos_in(tmp_path / "PHOTOS", names)
+    guide = (Path(data.__file__).parent / "docs/guide.md").read_text()
+    (code,) = re.findall(r"```python\n(  import random\n.*?)```", guide, re.DOTALL)
+    exec(textwrap.dedent(code), {})
+    found = check("folder:DIVIDED", tmp_path)
+    assert found.problems == [] and found.images == len(names)
+    parts = defaultdict[str, set[str]](set)  # of each patient
+    for file in tmp_path.glob("DIVIDED/*/*/*.png"):
+        parts[file.stem.split("_")[0]].add(file.parent.parent.name)
+    assert all(len(of_patient) == 1 for of_patient in parts.values())
+    sizes = Counter(part for (part,) in parts.values())
+    assert sizes == {"train": 12, "val": 4, "test": 4}
