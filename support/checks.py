@@ -20,6 +20,7 @@ from data import (
     MOST_SIZES,
     NO_CLASS,
     SPLITS,
+    WORD,
     Channels,
     Look,
     Pool,
@@ -563,6 +564,10 @@ def find_decomposed(task: Task) -> list[str]:
 MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "seg", "anno", "annot"}
 COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rotated", "cropped"}
 COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
+# Words that say what a file is, of which image it ever may be: those of masks and copies, of the
+# image itself, as in img_0.png beside mask_0.png, and the first one of ground_truth.
+ROLES = MASKS | COPIES | {word for word, meaning in NO_CLASS.items() if meaning == "image"}
+ROLES |= {"photo", "picture", "original", "orig", "raw", "rgb", "ground"}
 
 # Of each file whose name was made from another's: that one, and the change of the name.
 Originals = dict[Path, tuple[Path, str]]
@@ -716,8 +721,9 @@ def is_often(times: int, images: int) -> bool:
 def find_originals(files: Collection[Path], class_of: Mapping[Path, str] = {}) -> Originals:
     """Return for each file whose name was made from another's: that one, and the change.
 
-    Such as 0.png and "_mask 2" for 0_mask 2.png. The other one lies beside it or, if none does so,
-    in the folder of the same class in another part. `class_of` is empty where there are no classes.
+    Such as 0.png and "_mask 2" for 0_mask 2.png, or img_0.png and "mask" for mask_0.png. The other
+    one lies beside it or, if none does so, in the folder of the same class in another part.
+    `class_of` is empty where there are no classes.
     """
     beside = find_originals_in({file: (file.parent, "") for file in files})
     root = common_folder(class_of)
@@ -740,7 +746,29 @@ def find_originals_in(places: Mapping[Path, tuple[Path, str]]) -> Originals:
         original, change = find_original(file.stem, by_name)
         if original:
             originals[file] = by_name[original.casefold()], change
-    return originals
+    return find_namesakes_but_for_words(places) | originals
+
+
+def find_namesakes_but_for_words(places: Mapping[Path, tuple[Path, str]]) -> Originals:
+    """Return masks and copies that have the name of an image in their place, but for words.
+
+    Such as p0_mask_1.png of p0_image_1.png, and flip1.png of orig1.png: each with that image, and
+    those of its words that are of MASKS or COPIES.
+    """
+    groups = defaultdict[tuple[object, str], list[Path]](list)  # by place, and what names share
+    for file, place in places.items():
+        rest = re.sub(WORD, lambda word: "" if word[0].lower() in ROLES else word[0], file.stem)
+        groups[place, re.sub(r"[ ._-]+", " ", rest).strip().casefold()].append(file)
+    namesakes: Originals = {}
+    for group in groups.values():
+        changes = {
+            file: " ".join(word for word in words_of(file.stem) if word in MASKS | COPIES)
+            for file in group
+        }
+        image = next((file for file in group if not changes[file]), None)
+        if image:
+            namesakes |= {file: (image, change) for file, change in changes.items() if change}
+    return namesakes
 
 
 def find_original(name: str, names: Container[str]) -> tuple[str, str]:

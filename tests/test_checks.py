@@ -479,6 +479,36 @@ def test_masks_beside_their_originals_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("image", "mask"),
+    [
+        ("img_{}", "mask_{}"),
+        ("p{}_image", "p{}_mask"),
+        ("P{}_image_2", "P{}_label_2"),
+        ("IMG{}", "GroundTruth{}"),
+        ("{}", "{}GT"),
+        ("P{}/image", "P{}/seg"),
+    ],
+)
+def test_masks_that_have_an_images_name_but_for_a_word_are_told(image: str, mask: str) -> None:
+    """Both in one folder; in training, too, since a network learns from them as from images."""
+    cats = [f"cat/{name.format(k)}.png" for k in "123" for name in (image, mask)]
+    dogs = [f"dog/{image.format(k)}.png" for k in "123456"]
+    (line,) = find_derived(own_files([*cats, *dogs[:2]], dogs[2:4], dogs[4:]))
+    first = f"/photos/cat/{mask.format(1)}.png"
+    assert f"images that look like masks of others: 3, such as {first}. If" in line
+
+
+def test_copies_that_have_their_originals_name_but_for_a_word_are_told() -> None:
+    """Each with its original, where one of both is not in training: here of 1 and 3."""
+    cats = [f"cat/{k}_{word}.png" for k in "123" for word in ("orig", "flipped")]
+    dogs = [f"dog/{k}_orig.png" for k in "123456"]
+    task = own_files([*cats[1:4], *dogs[:2]], [cats[5], *dogs[2:4]], [cats[0], cats[4], *dogs[4:]])
+    (line,) = find_derived(task)
+    first = "/photos/cat/1_flipped.png of /photos/cat/1_orig.png"
+    assert f"that they were made of others: 2, such as {first}. A" in line
+
+
+@pytest.mark.parametrize(
     "change",
     [
         *("{}_flipLR", "{}_90deg", "{} - Copy (2)", "aug_{}_123", "Copy of {}", "{}-bright"),
@@ -521,6 +551,7 @@ def test_versions_that_roboflow_made_of_a_picture_are_told_where_they_are_parted
         [f"{kind}/n0{kind}_{k}.JPEG" for kind in ("cat", "dog") for k in "123456"],
         ["cat/red.png", "cat/red apple.png", *[f"dog/{k}.png" for k in "123456"]],
         [f"{kind}/{k}_front.png" for kind in ("cat", "dog") for k in "123456"],
+        [f"{place}_{k}.png" for place in ("cat/img", "cat/photo", "dog/mask") for k in "123456"],
     ],
 )  # fmt: skip
 def test_usual_names_and_folders_are_not_taken_for_copies(names: list[str]) -> None:
