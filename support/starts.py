@@ -260,10 +260,12 @@ def check_weights(experiment: Experiment[C]) -> None:
     trained_on = experiment.networks.trained_on
     if trained_on is None:
         return
-    with as_usage_error(f"--weights {experiment.cfg.weights}"):
+    cfg = experiment.cfg
+    given = f"--weights {cfg.weights}" if cfg.weights else f"--backbone {cfg.backbone}"
+    with as_usage_error(given):
         doubts = check_unseen(trained_on, experiment)
     for doubt in doubts:
-        LOG.warning("--weights: %s", doubt)
+        LOG.warning("%s: %s", given, doubt)
 
 
 def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:

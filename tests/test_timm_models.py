@@ -348,6 +348,10 @@ def test_an_exported_network_is_not_tested_on_images_that_it_was_trained_on(vit:
     done("export f --out e")
     tuned = "e/timm/model.safetensors"
     opened("w.safetensors", one._replace(test=one.train))
+    in_folder: Any = {"backbone": "timm:local-dir:e/timm", "dataset": "own", "device": "cpu"}
+    exchanged = open_experiment(FinetuneConfig(**in_folder), one._replace(test=one.train))
+    with pytest.raises(UsageError, match=r"^--backbone timm:local-dir:e/timm: was trained on \d+ "):
+        check_starts([Start()], exchanged)
     for k, chain in enumerate((tuned, "e2/timm/model.safetensors")):
         for align in (False, True):
             with pytest.raises(UsageError, match=r"^--weights \S+: was trained on \d+ of the \d+ "):
