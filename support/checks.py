@@ -644,9 +644,10 @@ def find_masks(files: Collection[Path], originals: Originals) -> set[Path]:
 
 
 def find_masks_by_word(files: Collection[Path]) -> set[Path]:
-    """Return masks whose names have another word in place of mask, if there are many of them.
+    """Return masks whose names have any other word in place of mask, if there are many of them.
 
-    Such as mask_001.png of img_001.png beside it, or of any other word and 001.
+    Such as mask_001.png of fundus_001.png beside it. One of ROLES needs not be in many names, see
+    `find_namesakes_but_for_words`.
     """
     rests: dict[Path, tuple[str, ...]] = {}  # of files with a word of MASKS: the other words
     for file in files:

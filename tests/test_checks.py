@@ -589,6 +589,7 @@ def test_capital_letters_do_not_hide_a_copy() -> None:
     ("image", "mask", "told"),
     [
         ("img_{}", "mask_{}", True),
+        ("fundus_{}", "mask_{}", True),
         ("p{}_image", "p{}_mask", True),
         ("scan{}-rgb", "scan{}-seg", True),
         ("IMG_{}", "carMask{}", False),  # a car is none in IMG

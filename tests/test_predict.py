@@ -112,6 +112,7 @@ def test_predictions_are_printed_as_a_table_and_as_json(photos: Task) -> None:
     said = json.loads(done(f"{line} --json"))["guesses"]
     assert len(said) == 1 + len(files) and said[0] == said[3]
     table = done(line)
+    assert table.endswith(f"\nby {adapter}\n")
     assert all(row["label"] in table and row["image"] in table for row in said)
     everything = json.loads(done(f"predict f {files[0]} --top 99 --json"))["guesses"]
     assert len(everything) == len(photos.classes)
@@ -121,6 +122,20 @@ def test_predictions_are_printed_as_a_table_and_as_json(photos: Task) -> None:
     files[1].rename(os.fsdecode(b"unknown/caf\xe9.png"))  # its name is no UTF-8
     said = json.loads(done("predict f unknown --json"))["guesses"]
     assert [row["image"] for row in said if "caf" in row["image"]] == ["unknown/caf\udce9.png"]
+
+
+def test_masks_among_the_images_are_told_and_classified(
+    photos: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, *_ = sorted(Path("unknown").iterdir())
+    predict(Path("f"), [Path("unknown")])
+    assert "masks" not in caplog.text
+    mask = first.with_name(f"{first.stem}_mask.png")
+    shutil.copy(second, mask)
+    found = predict(Path("f"), [Path("unknown")]).guesses
+    assert f"look like masks of others: 1, such as {mask}; they are classified" in caplog.text
+    of_mask, of_second = ([x for x in found if x["image"] == str(file)] for file in (mask, second))
+    assert of_mask[0]["label"] == of_second[0]["label"]
 
 
 def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -> None:
