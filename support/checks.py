@@ -627,16 +627,22 @@ def find_masks(files: Collection[Path], originals: Originals) -> set[Path]:
     """Return the files that look like masks of others, such as 0_mask.png beside 0.png.
 
     So do those in a folder of masks that have the name of an image above them, or of one in a
-    folder of images beside theirs: masks/0.png of 0.png or of images/0.png.
+    folder of images beside theirs: masks/0.png of 0.png, or CarMasks/0_mask.png of CarImages/0.png.
     """
-    in_masks = [file for file in files if NO_CLASS.get(file.parent.name.lower()) == "mask"]
-    places = set[Path]()  # where a folder of masks may have namesakes: cat/0 for cat/masks/0.png
+    meanings = {  # of each folder, such as {"mask"}
+        place: {NO_CLASS[word] for word in words_of(place.name) if word in NO_CLASS}
+        for place in {file.parent for file in files}
+    }
+    in_masks = [file for file in files if "mask" in meanings[file.parent]]
+    # Where a folder of masks may have namesakes: (cat, "0") for cat/masks/0.png.
+    places = set[tuple[Path, str]]()
     if in_masks:
         for file in files:
-            places.add(file.with_suffix(""))
-            if NO_CLASS.get(file.parent.name.lower()) == "image":
-                places.add(file.parent.parent / file.stem)
-    masks = {file for file in in_masks if file.parent.parent / file.stem in places}
+            name = without_roles(file.stem)
+            places.add((file.parent, name))
+            if meanings[file.parent] == {"image"}:
+                places.add((file.parent.parent, name))
+    masks = {file for file in in_masks if (file.parent.parent, without_roles(file.stem)) in places}
     masks |= {
         file for file, (_, change) in originals.items() if not MASKS.isdisjoint(words_of(change))
     }
@@ -758,8 +764,7 @@ def find_namesakes_but_for_words(places: Mapping[Path, tuple[Path, str]]) -> Ori
     """
     groups = defaultdict[tuple[object, str], list[Path]](list)  # by place, and what names share
     for file, place in places.items():
-        rest = re.sub(WORD, lambda word: "" if word[0].lower() in ROLES else word[0], file.stem)
-        groups[place, re.sub(r"[ ._-]+", " ", rest).strip().casefold()].append(file)
+        groups[place, without_roles(file.stem)].append(file)
     namesakes: Originals = {}
     for group in groups.values():
         changes = {
@@ -770,6 +775,16 @@ def find_namesakes_but_for_words(places: Mapping[Path, tuple[Path, str]]) -> Ori
         if image:
             namesakes |= {file: (image, change) for file, change in changes.items() if change}
     return namesakes
+
+
+def without_roles(name: str) -> str:
+    """Return what names of an image and of its masks and copies share.
+
+    >>> without_roles("P0_Mask_1"), without_roles("flip-P0 image.1")
+    ('p0 1', 'p0 1')
+    """
+    rest = re.sub(WORD, lambda word: "" if word[0].lower() in ROLES else word[0], name)
+    return re.sub(r"[ ._-]+", " ", rest).strip().casefold()
 
 
 def find_original(name: str, names: Container[str]) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from support.checks import (
     find_derived,
     find_doubts,
     find_lacking_classes,
+    find_masks_in_pool,
     find_without_class,
 )
 
@@ -655,6 +656,16 @@ def test_masks_in_a_pool_are_told(tmp_path: Path) -> None:
     photos_in(tmp_path / "all", ["x/masks/1.png"])
     (line,) = check(f"folder:{tmp_path}/all", tmp_path).problems
     assert "look like masks of others: 5, such as" in line
+
+
+def test_masks_in_a_folder_beside_that_of_their_images_are_told() -> None:
+    """Some of them have a word more in their names. Folders of people with masks have images."""
+    people = [f"{kind}/{k}.png" for kind in ("with_mask", "images_without_mask") for k in "123"]
+    assert find_masks_in_pool([Path("/pool", name) for name in people]) == []
+    names = ["PNGImages/1.png", "PNGImages/2.png", "PNGImages/3.png"]
+    names += ["PedMasks/1_mask.png", "PedMasks/2.png", "PedMasks/9_mask.png"]
+    (line,) = find_masks_in_pool([Path("/pool", name) for name in names])
+    assert "masks of others: 2, such as /pool/PedMasks/1_mask.png." in line
 
 
 def test_masks_in_a_folder_of_their_class_are_told(tmp_path: Path) -> None:
