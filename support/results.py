@@ -48,6 +48,7 @@ class AdapterInfo(BaseModel, frozen=True):
     data_seed: int | None = None
     data_sha256: Said = None  # of the labelled images, see `data.fingerprint`
     files_sha256: Said = None  # if a script handed over files: without the names of classes
+    contents_sha256: Said = None  # of all that is in their files, see `data.digest_of_contents`
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
     in_memory: bool = False  # whether its images lay in memory; older adapters do not say so
@@ -59,6 +60,7 @@ class AdapterInfo(BaseModel, frozen=True):
     seen_images: int | None = None  # how many images these are
     # These are set by align alone.
     pool_sha256: Said = None  # of the unlabelled images
+    pool_contents_sha256: Said = None  # of all that is in their files
     pretext_class: Said = None  # of a pretext task of one's own, such as "Rotation"
     pretext_sha256: Said = None  # of its file
     imports_sha256: Said = None  # of the files beside it that it imports; None: not known

@@ -287,6 +287,7 @@ def test_a_size_that_was_typed_is_no_difference_where_the_weights_are_the_same(
 def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     """The images aligned on, the upper rate, versions, settings; not where images lie."""
     on: Any = {"d_lr": 1e-3, "data_sha256": "a", "pool_sha256": "p", "dataset": "omniglot:Greek"}
+    on |= {"contents_sha256": "c", "pool_contents_sha256": "x"}
     one = finished(tmp_path / "one", [70.0], by="mfac", origin=on, versions=("bisslight 1",))
 
     def told(name: str, versions: tuple[str, ...] = ("bisslight 1",), **origin: Any) -> str:
@@ -298,10 +299,13 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
         rate
         == "rate: align with upper learning rate 0.1 (one: align with upper learning rate 0.001)"
     )
-    data = told("data", data_sha256="b", dataset="omniglot:Latin")
-    assert (
-        "its start trained on omniglot:Latin (b) (one: its start trained on omniglot:Greek" in data
-    )
+    data = told("data", data_sha256="b", contents_sha256="d", dataset="omniglot:Latin")
+    greek = "its start trained on omniglot:Greek"
+    assert data == f"data: its start trained on omniglot:Latin (b) (one: {greek} (a))"
+    replaced = told("replaced", contents_sha256="d")  # by files of as many bytes
+    assert replaced == f"replaced: {greek} (d) (one: {greek} (c))"
+    older = told("older", contents_sha256=None, pool_contents_sha256=None)
+    assert older.startswith("older  ")  # the last row of the table
     script = told("script", data_sha256="named", files_sha256="a", dataset="own")
     assert script.startswith("script  ")  # the last row of the table
     pull = told("pull", unlike_paper={"lam": 1.0, "pool": "/scratch"})
@@ -314,7 +318,10 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     precision = told("precision", unlike_paper={"amp": False})
     there = "(one: align with bfloat16 on a GPU)"
     assert precision == f"precision: align with float32 throughout {there}"
-    assert "align with pool q (one: align with pool p)" in told("pool", pool_sha256="q")
+    pool = told("pool", pool_sha256="q", pool_contents_sha256="y")
+    assert pool == "pool: align with pool q (one: align with pool p)"
+    content = told("content", pool_contents_sha256="y")
+    assert content == "content: align with content of pool y (one: align with content of pool x)"
     moved = told("moved", dataset="folder:/scratch0/greek", unlike_paper={"pool": "/scratch0"})
     assert moved.startswith("moved  ")  # the last row of the table
     version = told("version", versions=("bisslight 2",))

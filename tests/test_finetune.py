@@ -865,12 +865,12 @@ def test_a_bfloat16_adapter_is_trained_in_float32(
 # --- splits that leak: PEFT on other images or another split than align's -------------------------
 
 
-def pictures(root: Path, classes: str, shift: int = 0) -> None:
+def pictures(root: Path, classes: str, shift: int = 0, ending: str = "png") -> None:
     """Class folders of 15 plain 16-pixel images each."""
     for k, name in enumerate(classes):
         (root / name).mkdir(parents=True)
         for i in range(shift, 15 + shift):
-            Image.new("RGB", (16, 16), (40 * k, 9 * i, 100)).save(root / name / f"{i}.png")
+            Image.new("RGB", (16, 16), (40 * k, 9 * i, 100)).save(root / name / f"{i}.{ending}")
 
 
 @pytest.fixture(scope="module")
@@ -1115,6 +1115,36 @@ def test_of_content_that_was_not_read_nothing_is_said(
         assert said[0].startswith("35 of the 36 images")
         assert said[1].startswith("29 images here have the class and name of one that θ was ")
         assert "and their content is not known" in said[1] and "not its content" not in said[1]
+
+
+def test_files_that_change_places_are_known_although_names_and_sizes_are_as_before(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test image and one for training. One file stands for the 50 that are read of many."""
+    monkeypatch.setattr(data, "evenly_spaced", lambda files, most: files[:1])
+    pictures(tmp_path / "images", "xy", ending="bmp")
+    line = f"align --backbone vit_mini --weights {weights} {ALIGN_STEPS} --pool quilts"
+    line += f" --dataset folder:{tmp_path}/images --quiet"
+    done(f"{line} --out {tmp_path}/arm/s0")
+    task = data.folder(tmp_path / "images", 0)
+    tested, trained = (Path(part.images[-1]) for part in (task.test, task.train))
+    before = tested.read_bytes()
+    tested.write_bytes(trained.read_bytes())
+    trained.write_bytes(before)
+    done(f"{line} --seed 1 --out {tmp_path}/arm/s1")
+    infos = [load_adapter(tmp_path / f"arm/s{k}/adapter.safetensors").info for k in (0, 1)]
+    assert infos[0].data_sha256 == infos[1].data_sha256
+    tuning = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    tuning += f" --dataset folder:{tmp_path}/images --out {tmp_path}/f"
+    said = refusal(f"{tuning} --from {tmp_path}/arm --seeds 2")
+    assert "arm/s1/adapter.safetensors: differs in more than the seed from" in said
+    assert said.endswith(": contents_sha256; give runs that differ in the seed alone")
+    said = refusal(f"{tuning} --from {tmp_path}/arm/s0")
+    assert (
+        f"was trained on 1 of the 6 test images, by content or by class and name, such as {tested};"
+        in said
+    )
+    done(f"{tuning} --from {tmp_path}/arm/s1")
 
 
 def test_what_align_has_seen_is_known_after_fine_tuning_on_other_images(
