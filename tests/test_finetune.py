@@ -39,7 +39,13 @@ from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
-from support.starts import Start, check_settings, doubt_what_is_missing, seconds_until
+from support.starts import (
+    Start,
+    check_settings,
+    doubt_what_is_missing,
+    find_seen,
+    seconds_until,
+)
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -1049,9 +1055,12 @@ def test_files_that_were_numbered_anew_are_known_by_name_alone_and_told(
 
 
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
-    weights: Path, folder: Path, tmp_path: Path
+    weights: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part counts its images from 1, as many exports do."""
+    """Each part counts its images from 1, as many exports do.
+
+    Where contents are not read, as of many files, it is not said that θ has not seen them.
+    """
     images = tmp_path / "parts"
     for number, part in enumerate(("train", "val", "test"), 1):
         pictures(images / part, "xyz")
@@ -1063,7 +1072,14 @@ def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
     )
     assert outcome.code == 0, outcome.err
     seen = 3 * (15 - 3)  # of each class align has tested 3
-    assert f"{seen} test images have the name of a training image, too" in outcome.err
+    told = f"{seen} test images have the name of a training image, too"
+    assert told in outcome.err and "θ has not seen their content" in outcome.err
+    for module in ("adapters", "starts"):
+        monkeypatch.setattr(f"support.{module}.MOST_CONTENTS", 1)
+    info = load_adapter(folder / "align/adapter.safetensors").info
+    (doubt,) = find_seen(data.folder(images, 2), info).doubts
+    assert doubt.startswith(told) and "θ has not seen" not in doubt
+    assert "Their content is not known" in doubt and doubt.endswith("whether θ has seen them")
 
 
 def test_byte_copies_in_training_hide_no_test_image_that_theta_was_trained_on(
