@@ -730,6 +730,9 @@ def test_an_adapter_of_other_settings_with_the_trials_rate_and_seed_is_refused(
         (trial / "test.json").unlink()
     with pytest.raises(UsageError, match=rf"is not the adapter .* with; remove {trial}, and the "):
         tune(weights, tmp_path / "short", **settings)
+    shutil.copy(other / "result.json", trial)  # with all that it ended with
+    with pytest.raises(UsageError, match=rf"is of another run \(unlike_paper\); remove {trial}, "):
+        tune(weights, tmp_path / "short", **settings)
     shutil.rmtree(trial)
     assert without_time(tune(weights, tmp_path / "short", **settings)) == without_time(first)
 
