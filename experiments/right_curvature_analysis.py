@@ -35,6 +35,7 @@ def main(results: Path = plan.RESULTS) -> None:
             rows = compare(runs, length, final=rounds == len(plan.BACKBONES))
             print(f"\nPEFT of {length}\n\n{markdown(rows)}")
         print(f"\nNot in the protocol: by alphabet, in points\n\n{markdown(alphabet_rows(runs))}")
+        print(f"\nMean accuracy by alphabet\n\n{markdown(accuracy_rows(runs))}")
 
 
 def rate_rows(runs: list[plan.Run]) -> list[Record]:
@@ -125,7 +126,7 @@ def compare(runs: Runs, length: str, final: bool) -> list[Record]:
 def alphabet_rows(runs: Runs) -> list[Record]:
     """A row for each pair and length: the rates of both arms, and the mean of each alphabet.
 
-    The last column is the mean over all backbones with its 95 % interval.
+    Then the mean over all backbones with its 95 % interval, of all alphabets and without Latin.
     """
     rows: list[Record] = []
     for length, pair in product(plan.LENGTHS, (*COMPARED, EQUAL_RATES)):
@@ -134,8 +135,27 @@ def alphabet_rows(runs: Runs) -> list[Record]:
         for alphabet in sorted({unit.alphabet for unit in runs}):
             there = {unit: run for unit, run in runs.items() if unit.alphabet == alphabet}
             row[alphabet] = f"{fmean(by_backbone(there, pair, length)):+.1f}"
-        found = difference(by_backbone(runs, pair, length))
-        row["all"] = f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+        others = {unit: run for unit, run in runs.items() if unit.alphabet != "Latin"}
+        for name, some in (("all", runs), ("without Latin", others)):
+            found = difference(by_backbone(some, pair, length))
+            row[name] = f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+        rows.append(row)
+    return rows
+
+
+def accuracy_rows(runs: Runs) -> list[Record]:
+    """A row for each length and alphabet: the mean accuracy of each arm."""
+    rows: list[Record] = []
+    alphabets = sorted({unit.alphabet for unit in runs})
+    for length, alphabet in product(plan.LENGTHS, alphabets):
+        row: Record = {"PEFT of": length, "alphabet": alphabet}
+        for arm in plan.ARMS:
+            ends = [
+                end(run, length)
+                for unit, run in runs.items()
+                if (unit.arm, unit.alphabet) == (arm, alphabet)
+            ]
+            row[arm] = f"{fmean(ends):.1f}"
         rows.append(row)
     return rows
 
