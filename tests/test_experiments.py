@@ -92,6 +92,7 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
         accuracy.align_stably(settings, 0.03, tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     weights: Path, tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_figure_is_drawn_of_runs_that_are_trained_where_they_are_missing(
 # --- time and memory ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_and_memory_has_a_row_for_each_method_and_tells_which_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

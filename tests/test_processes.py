@@ -160,6 +160,7 @@ def test_two_processes_have_the_numbers_of_one(
         assert one["right"] == two["right"] and one["loss"] == pytest.approx(two["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_processes_wait_together_and_hear_a_signal_meanwhile(pretrained: Path) -> None:
     """Each asks again and again: a message of their group must not take half an hour."""
     line = finetune_line(pretrained, "--out f").replace("--quiet", "")

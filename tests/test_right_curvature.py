@@ -176,6 +176,7 @@ def point() -> tuple[Any, Tensor, Any, Any]:
     return prepared.pretext_task, theta, phi, type(batch)(*(x.double() for x in batch))
 
 
+@pytest.mark.slow
 def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
     """J by forward differentiation; q of every query by solving in its own Krylov space."""
     task, theta, phi, batch = point()

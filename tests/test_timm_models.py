@@ -317,6 +317,7 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     assert torch.equal(again.backbone.vit.pos_embed, merged.pos_embed)
 
 
+@pytest.mark.slow
 def test_an_exported_network_is_not_tested_on_images_that_it_was_trained_on(vit: Any) -> None:
     """Its file keeps what `--from` would refuse, also that of an export before.
 
@@ -401,6 +402,7 @@ def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
     assert "--weights FILE" in told.stderr
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", None)
     done(
