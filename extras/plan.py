@@ -95,7 +95,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     """Return what is particular to a `pretrain` run: device, network, length and time."""
     device = set_up_device(cfg)
     found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
-    look_at_pool(pool)  # refuses images that cannot be read
+    look_at_pool(cfg.pool, pool)  # refuses images that cannot be read
     check_directory(out, define("pretrain", cfg, digests_of_pool(pool)), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
     found["length"] = f"{cfg.epochs} epochs of {count(epoch_steps, 'step')}"

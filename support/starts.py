@@ -213,7 +213,8 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
     an adapter, but cannot be known, is logged as a warning. The weights are looked at, too, see
     `check_weights`.
     """
-    check_weights(experiment)
+    if experiment.networks.trained_on is not None:
+        check_weights(experiment, experiment.networks.trained_on)
     backbone = experiment.backbone
     p = 4 * experiment.cfg.rank * backbone.dim  # of each layer: A and B of q and v
     files = {start.file for start in starts if start.file}  # one for all seeds, or one for each
@@ -236,14 +237,12 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
         LOG.warning("--from: %s", doubt)
 
 
-def check_weights(experiment: Experiment[C]) -> None:
+def check_weights(experiment: Experiment[C], trained_on: AdapterInfo) -> None:
     """Refuse (UsageError) weights that have a θ merged in which has seen test images of this run.
 
-    `bisslight export` writes such weights. What cannot be known is logged as a warning.
+    `bisslight export` writes such weights. `trained_on` is what they say of the adapter with that
+    θ. What cannot be known is logged as a warning.
     """
-    trained_on = experiment.networks.trained_on
-    if trained_on is None:
-        return
     cfg = experiment.cfg
     given = f"--weights {cfg.weights}" if cfg.weights else f"--backbone {cfg.backbone}"
     with as_usage_error(given):
