@@ -70,14 +70,26 @@ def check_task(task: Task) -> None:
 def check_folders_of_labels(task: Task) -> None:
     """Raise ValueError where a file's folder is named as another class than its label says.
 
-    Only asked where all files lie in folders with names of classes. A script that numbers the
-    classes of each split by itself may number them in another order, or in the lack of one class.
+    Only asked where all files lie in folders with names of classes, and of splits that have several
+    folders, each with one label. A script that numbers the classes of each split by itself may
+    number them in another order, or in the lack of one class. Where a folder has several labels, it
+    is no class: it may be a writer, a patient or a fold.
     """
     class_of = classes_of(task)
     if not {file.parent.name for file in class_of} <= {*task.classes}:
         return
+    split_of = files_of(task)
+    labels_of = defaultdict[str, dict[Path, set[str]]](dict)  # by split and folder
     for file, class_name in class_of.items():
-        if class_name not in file.parts:  # 7/1/0.png of class 7 may be of patient 1
+        labels_of[split_of[file]].setdefault(file.parent, set()).add(class_name)
+    asked = {
+        split
+        for split, of_folders in labels_of.items()
+        if len(of_folders) > 1 and all(len(labels) == 1 for labels in of_folders.values())
+    }
+    for file, class_name in class_of.items():
+        is_asked = split_of[file] in asked
+        if is_asked and class_name not in file.parts:  # 7/1/0.png of class 7 may be of patient 1
             raise ValueError(
                 f"labels: {file} is labelled {class_name}; number the classes of all splits in the"
                 " order of `classes`, or, if it is meant so, give classes other names than folders"
@@ -398,17 +410,25 @@ def find_two_labels(of_each: Mapping[str, list[bytes]], splits: Mapping[str, Spl
 def digests_of_each(images: Stored, pixels: Mapping[Path, bytes]) -> list[bytes]:
     """Return the sha256 of the pixels of each image; [] if a file is not in `pixels`.
 
-    Images in memory are compared to 8 bits: how they were divided by 255 does not matter. If they
-    have finer numbers, they are compared to 16 bits.
+    Images in memory are compared by `as_integers`.
     """
     if isinstance(images, Tensor):
-        levels = 255 * images
-        if (levels - levels.round()).abs().max() < 1e-3:
-            return [digest_of_pixels(image.round().byte()) for image in levels]
-        return [digest_of_pixels((65535 * image).round().int()) for image in images]
+        return [digest_of_pixels(as_integers(image)) for image in images]
     if not all(file in pixels for file in images):
         return []
     return [pixels[file] for file in images]
+
+
+def as_integers(image: Tensor) -> Tensor:
+    """Return the pixels of an image in memory in whole numbers: 8 bits, or 16 if they are finer.
+
+    How 8 bits were divided by 255 does not matter, nor that the result was rounded to half
+    precision, which moves a level by less than 0.07.
+    """
+    levels = 255 * image
+    if (levels - levels.round()).abs().max() < 0.07:
+        return levels.round().byte()
+    return (65535 * image).round().int()
 
 
 def digests_of_files(splits: Mapping[str, Split]) -> dict[str, set[bytes]]:
@@ -500,21 +520,22 @@ def find_folders_in_classes(task: Task) -> list[str]:
 
 
 def find_converted(task: Task) -> list[str]:
-    """Return a line if names of files beside each other differ only in endings or capitals.
+    """Return a line if names of files beside each other are the same but for their endings.
 
-    This happens where images were converted or edited and the originals were kept (`holdout` splits
-    by name), and where masks lie beside their photos.
+    Capital letters do not matter. This happens where images were converted or edited and the
+    originals were kept (`holdout` splits by name), and where masks lie beside their photos.
     """
     # By folder and name, in small letters.
     by_name = defaultdict[tuple[Path, str], list[Path]](list)
     for file in files_of(task):
         by_name[file.parent, file.stem.casefold()].append(file)
-    twins = [files for files in by_name.values() if len(files) > 1]
+    # a.png and A.png, with one ending, may be two letters
+    twins = [files for files in by_name.values() if len({file.suffix for file in files}) > 1]
     if not twins:
         return []
     names = " and ".join(str(file) for file in sorted(twins[0]))
     return [
-        f"images that have a namesake with another ending, or other capital letters: {len(twins)},"
+        f"images that have a namesake with another ending: {len(twins)},"
         f" such as {names}. Are these an image and its mask, or the same picture, converted or"
         " edited? Then remove one of both"
     ]
@@ -874,11 +895,17 @@ def classes_of(task: Task) -> dict[Path, str]:
 
 
 def common_folder(files: Collection[Path]) -> Path:
-    """Return the innermost folder that has all files somewhere below it; "." of no files."""
-    return Path(os.path.commonpath({file.parent for file in files})) if files else Path()
+    """Return the innermost folder that has all files somewhere below it; "." of no files.
+
+    It is an absolute path where some files have absolute paths and others not.
+    """
+    places = {file.parent for file in files}
+    if len({place.is_absolute() for place in places}) > 1:
+        places = {place.absolute() for place in places}
+    return Path(os.path.commonpath(places)) if places else Path()
 
 
-@lru_cache(maxsize=1)  # the next file lies mostly beside this one
+@lru_cache(maxsize=100_000)  # many files lie in one folder
 def folder_of_class(place: Path, class_name: str, root: Path) -> Path:
     """Return the first folder below `root`, on the way to `place`, that is named as the class.
 

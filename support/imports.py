@@ -25,12 +25,12 @@ SUFFIXES = [*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES]
 
 
 class RunFile(NamedTuple):
-    """A file that `run_file` has run, and what it found in Python before."""
+    """A file that `run_file` has run, what it has loaded, and where Python looked before."""
 
     folder: Path  # that of the file
     imports: dict[str, Path]  # what the file may have loaded, see `find_imports`
     path: list[str]  # where Python looked for modules
-    modules: frozenset[str]  # that were loaded
+    loaded: frozenset[str]  # names of the modules that it has loaded
 
 
 EARLIER: list[RunFile] = []  # the file that was run last
@@ -132,7 +132,8 @@ def run_file(file: Path) -> Record:
     leave_earlier_files()
     folder = file.resolve().parent
     imports = find_imports(file).used
-    EARLIER.append(RunFile(folder, imports, [*sys.path], frozenset(sys.modules)))
+    before = frozenset(sys.modules)
+    EARLIER.append(RunFile(folder, imports, [*sys.path], frozenset()))
     if str(folder) not in sys.path:
         # It comes last, so that a `data.py` there does not take the place of this program's. It
         # stays, since a function may import when it is called.
@@ -142,18 +143,21 @@ def run_file(file: Path) -> Record:
     forget(imports)
     defined = runpy.run_path(str(file))
     check_loaded(file)
+    loaded = sys.modules.keys() - before
+    EARLIER[-1] = EARLIER[-1]._replace(loaded=frozenset(loaded))
     return defined
 
 
 def leave_earlier_files() -> None:
     """Undo what the task before did to Python, whose helpers may have the same names.
 
-    These are all modules below its folder that it has loaded, however it found them, and the
-    folders there in which it made Python look. Installed packages stay, wherever they lie.
+    These are all modules below its folder that its file has loaded, however it found them, and the
+    folders there in which it made Python look. Installed packages stay, wherever they lie, and so
+    does what a notebook has imported from there since.
     """
-    for folder, imports, path, modules in EARLIER:
+    for folder, imports, path, loaded in EARLIER:
         forget(imports)
-        forget(find_own_modules(folder, sys.modules.keys() - modules))
+        forget(find_own_modules(folder, loaded))
         is_below = [folder in [place, *place.parents] for place in map(resolved, sys.path)]
         sys.path[:] = [
             place

@@ -1,6 +1,7 @@
 """Files that a pretext task of one's own imports: which they are, and that a run is theirs, too."""
 
 import colorsys
+import importlib
 import json
 import py_compile
 import shutil
@@ -288,3 +289,12 @@ def test_a_task_does_not_find_the_files_of_the_task_before() -> None:
     assert [run_file(Path(place, "task.py"))["K"] for place in "ab"] == [100, 1]
     leave_earlier_files()
     assert sys.path == path
+
+
+def test_a_module_that_a_notebook_imports_after_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("import json\n")
+    (tmp_path / "of_notebook.py").write_text("")
+    run_file(tmp_path / "task.py")
+    own = importlib.import_module("of_notebook")  # the task's folder is where Python looks, too
+    run_file(tmp_path / "task.py")
+    assert sys.modules.pop("of_notebook") is own
