@@ -27,7 +27,7 @@ $(VENV)/.test: $(VENV)/.run
 test: $(VENV)/.test  ## the suite; one thread a process, a process a core
 	$(PYTEST)
 
-slow: $(VENV)/.test  ## minutes: kills while saving, torchrun, the notebooks, the commands of README and examples
+slow: $(VENV)/.test  ## minutes: kills while saving, torchrun, studies, exercises, notebooks, the commands of README and examples
 	$(PYTEST) -m slow --override-ini addopts='--import-mode=importlib'
 
 newest:  ## the suite with the newest version of everything, in .venv-newest

@@ -788,6 +788,8 @@ def find_namesakes_but_for_words(places: Mapping[Path, tuple[Path, str]]) -> Ori
         groups[place, without_roles(file.stem)].append(file)
     namesakes: Originals = {}
     for group in groups.values():
+        if len(group) < 2:
+            continue
         changes = {
             file: " ".join(word for word in words_of(file.stem) if word in MASKS | COPIES)
             for file in group

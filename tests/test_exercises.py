@@ -26,6 +26,9 @@ import witness
 import wrong_answers
 from check import Exercise, Outcome, judge
 
+pytestmark = pytest.mark.slow  # some 300 answers are judged, each trains or solves a little
+
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples/exercises"
 EXERCISES = check.exercises()

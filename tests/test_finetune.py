@@ -422,6 +422,7 @@ def test_the_order_of_rates_decides_nothing(
     assert choose_rate(tried) == choose_rate(tried[::-1]) == 3e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["align", "finetune", "pretrain"])
 def test_autocast_of_the_caller_changes_no_number_of_a_command(
     command: str, weights: Path, tmp_path: Path

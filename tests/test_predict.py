@@ -60,6 +60,7 @@ def check_test_again(run: Path, files: list[Path], labels: Tensor) -> None:
     )
 
 
+@pytest.mark.slow
 def test_saved_omniglot_is_classified_as_in_the_runs_own_test() -> None:
     """These images lay in memory, of the network's size, and were not cut: neither are files."""
     own = "--backbone vit_mini --dataset omniglot:Greek"
