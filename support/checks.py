@@ -542,7 +542,10 @@ def find_converted(task: Task) -> list[str]:
 
 
 def files_of(task: Task) -> dict[Path, str]:
-    """Return the image files of a task, and the split that each is in, such as "train"."""
+    """Return the image files of a task, and the split that each is in, such as "train".
+
+    Images in memory have none. A file in two splits has the last one of train, val and test.
+    """
     files: dict[Path, str] = {}
     for name in SPLITS:
         images = getattr(task, name).images
