@@ -507,16 +507,23 @@ def find_folders_in_classes(task: Task) -> list[str]:
             " or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole folders,"
             " as the guide shows"
         )
-    lines = [f"{line}. If a folder holds masks, remove it"]
-    others = {*task.classes}
-    strays = [place for place in sorted(name_of) if place.name in others - {name_of[place]}]
-    if strays:
-        lines.append(
-            f"folders with the name of another class than the one they lie in: {len(strays)}, such"
-            f" as {strays[0]}, whose images count as {name_of[strays[0]]}. Move them if they are of"
-            " the other class"
-        )
-    return lines
+    return [f"{line}. If a folder holds masks, remove it", *find_strays(name_of, task.classes)]
+
+
+def find_strays(class_of: Mapping[Path, str], classes: Sequence[str]) -> list[str]:
+    """Return a line if folders inside of class folders have the names of other classes.
+
+    `class_of` has the class that each folder lies in.
+    """
+    names = {*classes}
+    strays = [place for place in sorted(class_of) if place.name in names - {class_of[place]}]
+    if not strays:
+        return []
+    return [
+        f"folders with the name of another class than the one they lie in: {len(strays)}, such"
+        f" as {strays[0]}, whose images count as {class_of[strays[0]]}. Move them if they are of"
+        " the other class"
+    ]
 
 
 def find_converted(task: Task) -> list[str]:

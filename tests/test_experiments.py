@@ -224,12 +224,13 @@ def test_time_and_memory_has_a_row_for_each_method_and_tells_which_does_not_fit(
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def test_a_forward_pass_counts_each_of_its_products() -> None:
+@pytest.mark.parametrize("depth", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_forward_pass_counts_each_of_its_products(depth: int) -> None:
     """By hand: tokens times weights, the two products of attention, patches, LoRA, and the head.
 
-    Of ViT-B/16 with two layers instead of twelve.
+    Of ViT-B/16, which has twelve layers.
     """
-    dim, depth, tokens, rank = 768, 2, 197, 64
+    dim, tokens, rank = 768, 197, 64
     layer = 12 * dim**2 * tokens + 2 * tokens**2 * dim + 4 * rank * dim * tokens
     products = depth * layer + 196 * 16 * 16 * 3 * dim + dim * cost.CLASSES
     assert cost.count(BACKBONES["vit_b16"]._replace(depth=depth), rank).forward == pytest.approx(
