@@ -153,7 +153,7 @@ def test_the_plots_have_the_figures_of_the_page() -> None:
     assert (round(min(along), 1), round(max(along), 1)) == (2.8, 4.7)
     assert {round(float(row["ratio_N"]), 1) for row in rows} == {0.6}
     assert r"the curvature along $g$ is 2.8 to $4.7 \lambda$" in TEXT
-    assert "it was measured to be 0.6 times as long." in TEXT
+    assert "$q$ is 0.6 times as long as $g$." in TEXT
     shares = [float(row["ratio_N"]) for row in rows]
     assert (round(min(shares), 2), round(max(shares), 2)) == (0.56, 0.62)
     plot = (DOCS / "factors.svg").read_text()
