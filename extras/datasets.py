@@ -29,16 +29,10 @@ from support.benchmarks import (
     place_of,
     say_no_name,
 )
-from support.checks import (
-    find_converted,
-    find_derived,
-    find_empty,
-    find_folders_in_classes,
-    find_lacking_classes,
-    find_masks_in_pool,
-)
+from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
+from support.names import find_doubtful_names, find_masks_in_pool
 
 
 class Check(BaseModel):
@@ -81,8 +75,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, looks) + find_folders_in_classes(task)
-        problems += find_converted(task) + find_derived(task)
+        problems += find_copies(task, looks) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS:

@@ -21,11 +21,17 @@ from support.checks import (
     as_checked,
     check_pool,
     check_task,
-    find_derived,
     find_doubts,
     find_lacking_classes,
-    find_masks_in_pool,
     find_without_class,
+)
+from support.names import (
+    ImageFile,
+    files_of,
+    find_derived,
+    find_doubtful_names,
+    find_folders_in_classes,
+    find_masks_in_pool,
 )
 
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3)
@@ -460,13 +466,67 @@ def test_files_that_are_black_or_of_one_colour_are_told_as_in_memory(tmp_path: P
     assert len(check(f"folder:{tmp_path}/black", tmp_path).problems) == 3
 
 
-def own_files(*parts: Sequence[str]) -> Task:
-    """A task of the files of these names, none of which is there, in train, val and test."""
+def own_files(*parts: Sequence[str]) -> list[ImageFile]:
+    """The files of these names, none of which is there, as those of a task in train, val, test."""
     splits = []
     for names in parts:
         labels = [int("dog/" in name) for name in names]
         splits.append(Split([Path("/photos", name) for name in names], torch.tensor(labels)))
-    return Task("own", *splits, ["cat", "dog"])
+    return files_of(Task("own", *splits, ["cat", "dog"]))
+
+
+@pytest.mark.parametrize(
+    ("image", "other", "is_copy"),
+    [
+        ("{}.png", "{}_mask.png", False),
+        ("img_{}.png", "mask_{}.png", False),
+        ("fundus_{}.png", "mask_{}.png", False),
+        ("images/{}.png", "masks/{}.png", False),
+        ("{}.png", "{}_flip.png", True),
+        ("{}.png", "{}_bright.png", True),
+        ("{}.png", "{}.jpg", True),
+        ("{}_orig.png", "{}_edited.png", True),
+    ],
+)
+def test_an_image_of_another_class_is_no_mask_and_no_copy(
+    image: str, other: str, is_copy: bool
+) -> None:
+    """A script gives the labels of files in one folder: of faces and masks, originals and fakes."""
+    images = [Path("/all", image.format(k)) for k in "123"]
+    others = [Path("/all", other.format(k)) for k in "123"]
+    first = Split(images, torch.tensor([0, 0, 0]))
+    for labels, told in ((1, 0), (0, 1)):
+        second = Split(others, torch.full((3,), labels))
+        empty = Split([], torch.tensor([], dtype=torch.int64))
+        task = Task("own", first, empty, second, ["a", "b"])
+        lines = [line for line in find_doubtful_names(task) if line.startswith("images that")
+                 or line.startswith("images whose")]  # fmt: skip
+        assert len(lines) == told
+        assert not told or is_copy != ("look like masks" in lines[0])
+
+
+@pytest.mark.parametrize(
+    ("class_name", "image", "other"),
+    [
+        ("rot", "{}", "{}_rot"),
+        ("ford_gt", "{}", "{}_gt"),
+        ("ford_gt", "img_{}", "gt_{}"),
+        ("with_mask", "{}", "{}_mask"),
+        ("edited", "image_{}", "edited_{}"),
+        ("front", "{}", "{}_front"),
+    ],
+)
+def test_words_of_a_class_name_say_nothing_of_masks_and_copies(
+    class_name: str, image: str, other: str
+) -> None:
+    """With classes of other names, these files are told."""
+    images = [Path("/photos", class_name, f"{image.format(k)}.png") for k in "123"]
+    others = [Path("/photos", class_name, f"{other.format(k)}.png") for k in "123"]
+    empty = Split([], torch.tensor([], dtype=torch.int64))
+    labels = torch.tensor([0, 0, 0])
+    for name, told in ((class_name, 0), ("cat", 1)):
+        task = Task("own", Split(images, labels), empty, Split(others, labels), [name, "blau"])
+        assert len(find_doubtful_names(task)) == told
 
 
 def test_masks_beside_their_originals_are_told(tmp_path: Path) -> None:
@@ -476,7 +536,7 @@ def test_masks_beside_their_originals_are_told(tmp_path: Path) -> None:
     assert find_doubts(folder(tmp_path, 0)) == []
     made = ["cat/benign (1)_mask", "cat/1_mask_2", "dog/2_anno", "dog/3.mask", "dog/mask_1"]
     photos_in(tmp_path, [f"{name}.png" for name in made])
-    (line,) = find_derived(folder(tmp_path, 0))
+    (line,) = find_derived(files_of(folder(tmp_path, 0)))
     assert "look like masks of others: 5, such as" in line and "cat/1_mask_2.png" in line
 
 
@@ -504,8 +564,8 @@ def test_copies_that_have_their_originals_name_but_for_a_word_are_told() -> None
     """Each with its original, where one of both is not in training: here of 1 and 3."""
     cats = [f"cat/{k}_{word}.png" for k in "123" for word in ("orig", "flipped")]
     dogs = [f"dog/{k}_orig.png" for k in "123456"]
-    task = own_files([*cats[1:4], *dogs[:2]], [cats[5], *dogs[2:4]], [cats[0], cats[4], *dogs[4:]])
-    (line,) = find_derived(task)
+    files = own_files([*cats[1:4], *dogs[:2]], [cats[5], *dogs[2:4]], [cats[0], cats[4], *dogs[4:]])
+    (line,) = find_derived(files)
     first = "/photos/cat/1_flipped.png of /photos/cat/1_orig.png"
     assert f"that they were made of others: 2, such as {first}. A" in line
 
@@ -682,6 +742,16 @@ def test_dim_images_in_memory_are_told_and_are_not_taken_for_equal() -> None:
     assert doubts[0].startswith("train and test have 10 images in common")
 
 
+def test_images_that_are_nearly_black_are_not_taken_for_equal() -> None:
+    """A camera's numbers of 16 bits, here at most 15 of 65535, in two images among bright ones."""
+    bright, images = torch.rand(2, 6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    images[4:] = torch.arange(2 * 3 * 64).reshape(2, 3, 8, 8) // 24 / 65535
+    labels = torch.arange(6) % 2
+    splits = [Split(pixels, labels) for pixels in (1 - bright, bright, images)]
+    assert images[4].max() > 0 and not torch.equal(images[4], images[5])
+    assert find_doubts(Task("own", *splits, ["a", "b"])) == []
+
+
 def test_masks_in_a_pool_are_told(tmp_path: Path) -> None:
     """Changed copies are none to tell there: nothing is tested."""
     photos_in(tmp_path, [*(f"all/{k}.png" for k in range(9)), "all/1_flip.png"])
@@ -749,22 +819,47 @@ def test_folders_of_images_inside_of_classes_are_told_where_they_are_divided(
     assert line.endswith("If a folder holds masks, remove it")
 
 
-def test_folders_inside_of_classes_are_told_in_parts_that_the_user_made(tmp_path: Path) -> None:
+def of_parts(*inside: str) -> list[str]:
+    """Names of four images in each of these folders, in each class and each part."""
+    places = [f"{part}/{kind}/{x}" for part in SPLITS for kind in ("cat", "dog") for x in inside]
+    return [f"{place}/{k}_{Path(place).name}.png" for place in places for k in range(4)]
+
+
+def test_whole_folders_in_parts_that_the_user_made_are_well(tmp_path: Path) -> None:
+    """As the guide has it: train/CLASS/PATIENT and so on; but patients of train/ make val, too."""
+    names = of_parts("P1", "P2", "2024/P3", "2024/P4")
+    photos_in(tmp_path / "whole", names)
+    assert about_folders(tmp_path / "whole") == []
+    photos_in(tmp_path / "no_val", [name for name in names if not name.startswith("val/")])
+    (line,) = about_folders(tmp_path / "no_val")
+    assert "and those of one folder are divided among train, val. If" in line
+
+
+def test_masks_and_parts_inside_of_classes_are_told_in_parts_that_the_user_made(
+    tmp_path: Path,
+) -> None:
     """Nothing is divided there, but masks may be classified; one folder in each class is well."""
-    names = [
-        f"{part}/{kind}/{place}/{k}_{place}.png"
-        for part in SPLITS
-        for kind in ("cat", "dog")
-        for place in ("rgb", "mask")
-        for k in range(4)
-    ]
+    names = of_parts("rgb", "mask", "more/test_set")
     photos_in(tmp_path / "both", names)
     assert about_folders(tmp_path / "both") == [
-        "folders of images inside of class folders: 12, such as test/cat/mask and test/cat/rgb."
+        "folders of images inside of class folders: 10, such as test/cat/mask and test/dog/mask."
         " All images in them count as those of the class. If a folder holds masks, remove it"
     ]
-    photos_in(tmp_path / "one", [name for name in names if "/rgb/" in name])
+    photos_in(tmp_path / "one", [name for name in names if "/mask/" in name])
     assert about_folders(tmp_path / "one") == []
+
+
+@pytest.mark.parametrize("folders", ["train val test", "P1 P2 P3"])
+def test_a_script_that_divides_whole_folders_inside_of_classes_is_told_nothing(
+    folders: str,
+) -> None:
+    parts = [[f"{kind}/{place}/{place}_{k}.png" for kind in ("cat", "dog") for k in range(4)]
+             for place in folders.split()]  # fmt: skip
+    assert find_folders_in_classes(own_files(*parts), ["cat", "dog"]) == []
+    parts[0].append(parts[2].pop())
+    (line,) = find_folders_in_classes(own_files(*parts), ["cat", "dog"])
+    assert "class folders: 1, such as /photos/dog/" in line
+    assert "divided among train, test. If" in line
 
 
 def test_a_class_dragged_into_another_is_told(tmp_path: Path) -> None:

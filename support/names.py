@@ -1,0 +1,599 @@
+"""Program: what the names of image files and of their folders say, before a run trains on them.
+
+Masks, changed copies and parts of the data are known by such names alone, so they are told, not
+refused. Paths are texts here: of very many files, `pathlib` takes its time.
+"""
+
+import os
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from data import MOST_SIZES, NO_CLASS, SPLITS, WORD, Split, Stored, Task, words_of
+
+# Words in a name that say that a mask or a copy was made of another image, as 0_mask.png of 0.png.
+MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "seg", "anno", "annot"}
+COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rotated", "cropped"}
+COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
+MADE = MASKS | COPIES
+# Words that say what a file is, of which image it ever may be: those of masks and copies, of the
+# image itself, as in img_0.png beside mask_0.png, and the first one of ground_truth.
+ROLES = MADE | {word for word, meaning in NO_CLASS.items() if meaning == "image"}
+ROLES |= {"photo", "picture", "original", "orig", "raw", "rgb", "ground"}
+
+
+@dataclass(frozen=True, eq=False)  # a place, and a file, equals itself alone: this is fast
+class Place:
+    """A folder that has images of a class directly in it."""
+
+    folder: Path
+    class_name: str  # "" where images have no class, or several
+    class_folder: Path  # the folder of the class: this one or one above it
+    inner: Path  # the way from there to this one, such as "film 1"
+    meanings: frozenset[str]  # what the words in its name mean, see `meanings_of`
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """An image file, and what its path says."""
+
+    path: str
+    place: Place
+    name: str  # without folders and ending, in small letters
+    ending: str
+    stem: str  # the name as it is written, but without words of class names
+    words: Sequence[str]  # those in `stem`
+    split: str  # such as "train"; "" in a pool
+
+
+# Of each file whose name was made from another's: that one, and the words that were added.
+Originals = dict[ImageFile, tuple[ImageFile, tuple[str, ...]]]
+
+
+# --- files and their places ----------------------------------------------------------------------
+
+
+def files_of(task: Task) -> list[ImageFile]:
+    """Return the image files of a task; images in memory have none.
+
+    A file in two splits has the last one of train, val and test.
+    """
+    found: dict[str, tuple[str, str]] = {}  # by path: the name of the class, and the split
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        if not isinstance(split.images, Tensor):
+            labels = names_of_labels(split, task.classes)
+            for file, label in zip(split.images, labels, strict=True):
+                found[str(file)] = label, name
+    return as_files(found, words_of_classes(task.classes))
+
+
+def names_of_labels(split: Split, classes: Sequence[str]) -> list[str]:
+    """Return the name of the class of each image; "" where an image may have several classes."""
+    if split.targets.ndim > 1:
+        return [""] * len(split.targets)
+    # Of a subset, torchvision may know fewer names than numbers.
+    return [classes[k] if k < len(classes) else str(k) for k in split.targets.tolist()]
+
+
+def words_of_classes(classes: Iterable[str]) -> frozenset[str]:
+    """Return all words in the names of classes.
+
+    They say nothing of masks and copies: where classes are called "rot" and "blau", rot_1.png is no
+    turned copy.
+    """
+    return frozenset(word for name in classes for word in words_of(name))
+
+
+def as_files(
+    found: Mapping[str, tuple[str, str]], class_words: frozenset[str] = frozenset()
+) -> list[ImageFile]:
+    """Return image files from their paths, each with the name of its class and its split.
+
+    A path that a script may have given as cat/../cat/0.png is taken as cat/0.png. If some paths are
+    absolute and others not, all become absolute.
+    """
+    is_mixed = len({path.startswith(os.sep) for path in found}) > 1
+    plain = os.path.abspath if is_mixed else without_dots
+    by_path = {plain(path): class_and_split for path, class_and_split in found.items()}
+    folders = {folder: Path(folder) for folder in {os.path.split(path)[0] for path in by_path}}
+    root = common_folder(folders.values())
+    places: dict[tuple[str, str], Place] = {}  # many files lie in one folder
+    files = []
+    for path, (class_name, split) in by_path.items():
+        folder, file_name = os.path.split(path)
+        if (folder, class_name) not in places:
+            place = place_of(folders[folder], class_name, root, class_words)
+            places[folder, class_name] = place
+        name, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
+        stem, words = name, words_of(name)
+        if not class_words.isdisjoint(words):
+            stem = leave_out(class_words, name)
+            words = words_of(stem)
+        place = places[folder, class_name]
+        files.append(ImageFile(path, place, name.casefold(), ending, stem, words, split))
+    return files
+
+
+def without_dots(path: str) -> str:
+    """Return a path such as cat/../cat/0.png as cat/0.png."""
+    return os.path.normpath(path) if ".." in path else path
+
+
+def common_folder(folders: Collection[Path]) -> Path:
+    """Return the innermost folder that has all of these in it, or is one; "." of none."""
+    return Path(os.path.commonpath(folders)) if folders else Path()
+
+
+def place_of(folder: Path, class_name: str, root: Path, class_words: frozenset[str]) -> Place:
+    """Return a folder below `root`, in which images of a class are, as a place."""
+    class_folder = folder_of_class(folder, class_name, root)
+    inner = folder.relative_to(class_folder)
+    return Place(folder, class_name, class_folder, inner, meanings_of(folder, class_words))
+
+
+def folder_of_class(folder: Path, class_name: str, root: Path) -> Path:
+    """Return the first folder below `root`, on the way to `folder`, that is named as the class.
+
+    `folder` if there is none.
+
+    >>> folder_of_class(Path("photos/7/film 1/7"), "7", Path("photos")).as_posix()
+    'photos/7'
+    """
+    way = reversed(folders_below(root, folder))
+    return next((path for path in way if path.name == class_name), folder)
+
+
+def folders_below(top: Path, folder: Path) -> list[Path]:
+    """Return a folder and those above it that lie below `top`, the innermost first.
+
+    >>> [path.as_posix() for path in folders_below(Path("photos"), Path("photos/cat/film 1"))]
+    ['photos/cat/film 1', 'photos/cat']
+    """
+    depth = len(folder.parts) - len(top.parts)
+    return [folder, *folder.parents[: depth - 1]] if depth else []
+
+
+def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
+    """Return what the words in a folder's name mean, see NO_CLASS; those of class names do nothing.
+
+    >>> sorted(meanings_of(Path("cat/TestMasks"), [])), [*meanings_of(Path("gt"), ["ford", "gt"])]
+    (['mask', 'test'], [])
+    """
+    words = {*words_of(folder.name)} & NO_CLASS.keys() - {*class_words}
+    return frozenset(NO_CLASS[word] for word in words)
+
+
+def leave_out(words: Container[str], name: str) -> str:
+    """Return a name without some words, which are in small letters.
+
+    >>> leave_out({"mask", "p"}, "P0_Mask_1")
+    '0__1'
+    """
+    return re.sub(WORD, lambda word: "" if word[0].lower() in words else word[0], name)
+
+
+# --- what is told --------------------------------------------------------------------------------
+
+
+def find_doubtful_names(task: Task) -> list[str]:
+    """Return a line for each thing in names of files and folders that may make a number wrong."""
+    files = files_of(task)
+    return [
+        *find_folders_in_classes(files, task.classes),
+        *find_strays(files, task.classes),
+        *find_converted(files),
+        *find_derived(files),
+    ]
+
+
+def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) -> list[str]:
+    """Return a line if folders inside of class folders are divided, or named as masks or parts.
+
+    They may be patients, films, masks, or parts of the data under names that nobody can list. Whole
+    folders that lie in one split each are well, and so is a folder that has all images of a class.
+    """
+    splits_of = find_splits_of_folders(files)
+    class_words = words_of_classes(classes)
+    doubtful = sorted(
+        folder
+        for folder, splits in splits_of.items()
+        if len(splits) > 1 or meanings_of(folder, class_words) & {"mask", *SPLITS} - splits
+    )
+    if not doubtful:
+        return []
+    line = (
+        f"folders of images inside of class folders: {len(doubtful)}, such as"
+        f" {' and '.join(map(str, doubtful[:2]))}. All images in them count as those of the class"
+    )
+    divided = {name for splits in splits_of.values() if len(splits) > 1 for name in splits}
+    if divided:
+        line += (
+            ", and those of one folder are divided among"
+            f" {', '.join(name for name in SPLITS if name in divided)}. If a folder is a person, a"
+            " film or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole"
+            " folders, as the guide shows"
+        )
+    return [f"{line}. If a folder holds masks, remove it"]
+
+
+def find_splits_of_folders(files: Iterable[ImageFile]) -> dict[Path, set[str]]:
+    """Return the folders inside of class folders, and the splits that their images are in.
+
+    A folder that has all images of a class is none of them, as cat/images.
+    """
+    splits_of_place = defaultdict[Place, set[str]](set)
+    for file in files:
+        splits_of_place[file.place].add(file.split)
+    folders = defaultdict[Path, set[Path]](set)  # by class folder
+    for place in splits_of_place:
+        folders[place.class_folder].add(place.folder)
+    tops = {class_folder: common_folder(inside) for class_folder, inside in folders.items()}
+    splits_of = defaultdict[Path, set[str]](set)
+    for place, splits in splits_of_place.items():
+        for folder in folders_below(tops[place.class_folder], place.folder):
+            splits_of[folder] |= splits
+    return splits_of
+
+
+def find_strays(files: Iterable[ImageFile], classes: Collection[str]) -> list[str]:
+    """Return a line if folders inside of class folders have the names of other classes."""
+    names = {*classes}
+    strays = sorted(
+        (folder, place.class_name)
+        for place in {file.place for file in files}
+        for folder in folders_below(place.class_folder, place.folder)
+        if folder.name in names - {place.class_name}
+    )
+    if not strays:
+        return []
+    stray, class_name = strays[0]
+    return [
+        "folders with the name of another class than the one they lie in:"
+        f" {len({folder for folder, _ in strays})}, such as {stray}, whose images count as"
+        f" {class_name}. Move them if they are of the other class"
+    ]
+
+
+def find_converted(files: Iterable[ImageFile]) -> list[str]:
+    """Return a line if files beside each other, of a class, have one name and other endings.
+
+    Capital letters do not matter. This happens where images were converted or edited and the
+    originals were kept (`holdout` splits by name), and where masks lie beside their photos.
+    """
+    by_name = defaultdict[tuple[Place, str], list[ImageFile]](list)
+    for file in files:
+        by_name[file.place, file.name].append(file)
+    # a.png and A.png, with one ending, may be two letters
+    twins = [group for group in by_name.values() if len({file.ending for file in group}) > 1]
+    if not twins:
+        return []
+    names = " and ".join(sorted(file.path for file in twins[0]))
+    return [
+        f"images that have a namesake with another ending: {len(twins)},"
+        f" such as {names}. Are these an image and its mask, or the same picture, converted or"
+        " edited? Then remove one of both"
+    ]
+
+
+def find_decomposed(task: Task) -> list[str]:
+    """Return a line if names of classes or files have accents as separate characters (NFD).
+
+    Older Macs write names so. Splits and the order of classes depend on names, so a copy of the
+    folder whose names are NFC gives other numbers.
+    """
+    names = {*task.classes}
+    for name in SPLITS:
+        images = getattr(task, name).images
+        names.update(file.name for file in ([] if isinstance(images, Tensor) else images))
+    decomposed = sorted(
+        name
+        for name in names
+        if unicodedata.is_normalized("NFD", name) and not unicodedata.is_normalized("NFC", name)
+    )
+    if not decomposed:
+        return []
+    return [
+        f"names with accents in the form NFD, as Macs may write them: {len(decomposed)}, such as"
+        f" {decomposed[0]}. On a copy whose names are in the usual form, NFC, classes are numbered"
+        " and images split otherwise: compare runs on the same copy"
+    ]
+
+
+def find_derived(files: Sequence[ImageFile]) -> list[str]:
+    """Return lines if files look like masks or changed copies of others of their class.
+
+    A copy may be tested where its original was trained on. Where both are in training, nothing is
+    said: many data sets come with such copies. Masks are told in any split.
+    """
+    originals = find_originals(files)
+    masks = find_masks(files, originals)
+    lines = say_masks(masks)
+    others = [file for file in files if file.place.class_name and file not in masks]
+    for told, copies in (
+        (
+            "whose names say that they were made of others",
+            find_named_copies(originals, masks, len(files)),
+        ),
+        ("that Roboflow made of one picture, as their names say", find_versions(others)),
+        ("that have a namesake in another folder of their class", find_in_two_folders(others)),
+    ):
+        doubtful = [
+            (copy, original)
+            for copy, original in copies.items()
+            if {copy.split, original.split} != {"train"}
+        ]
+        if doubtful:
+            copy, original = doubtful[0]
+            lines.append(
+                f"images {told}: {len(doubtful)}, such as {copy.path} of {original.path}. A changed"
+                " copy may be tested where its original was trained on, and a mask is no image of a"
+                " class: if they are such, remove them, or give train/ and test/ with copies in"
+                " train/ alone"
+            )
+    return lines
+
+
+def find_masks_in_pool(images: Stored) -> list[str]:
+    """Return a line if files of a pool look like masks; of up to 100,000 files, for the time."""
+    if isinstance(images, Tensor) or len(images) > MOST_SIZES:
+        return []
+    return say_masks(find_masks_among(images))
+
+
+def find_masks_among(images: Iterable[Path], classes: Iterable[str] = ()) -> set[ImageFile]:
+    """Return those of unlabelled image files that look like masks; the classes may be known."""
+    files = as_files({str(file): ("", "") for file in images}, words_of_classes(classes))
+    return find_masks(files, find_originals(files))
+
+
+def say_masks(masks: Collection[ImageFile]) -> list[str]:
+    """Return a line on files that look like masks, if there are any."""
+    if not masks:
+        return []
+    first = min(mask.path for mask in masks)
+    return [
+        f"images that look like masks of others: {len(masks)}, such as {first}. If they are, a"
+        " network learns from them as from images: remove them"
+    ]
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+def find_masks(files: Sequence[ImageFile], originals: Originals) -> set[ImageFile]:
+    """Return the files that look like masks of others, such as 0_mask.png beside 0.png.
+
+    So do those in a folder of masks that have the name of an image above them, or of one in a
+    folder of images beside theirs: masks/0.png of 0.png, or CarMasks/0_mask.png of CarImages/0.png.
+    Images of different classes are no image and its mask.
+    """
+    masks = {file for file, (_, words) in originals.items() if not MASKS.isdisjoint(words)}
+    masks |= find_masks_by_word(files)
+    in_masks = [file for file in files if "mask" in file.place.meanings]
+    if not in_masks:
+        return masks
+    # Where a folder of masks may have namesakes: (cat, "cat", "0") for cat/masks/0.png.
+    names = set[tuple[Path, str, str]]()
+    for file in files:
+        name = without_roles(file.stem)
+        names.add((file.place.folder, file.place.class_name, name))
+        if file.place.meanings == {"image"}:
+            names.add((file.place.folder.parent, file.place.class_name, name))
+    for file in in_masks:
+        name = without_roles(file.stem)
+        if (file.place.folder.parent, file.place.class_name, name) in names:
+            masks.add(file)
+    return masks
+
+
+def find_masks_by_word(files: Sequence[ImageFile]) -> set[ImageFile]:
+    """Return masks whose names have any other word in place of mask, if there are many of them.
+
+    Such as mask_001.png of fundus_001.png beside it. One of ROLES needs not be in many names, see
+    `find_namesakes_but_for_words`.
+    """
+    # Of files with a word of MASKS: the other words and numbers.
+    rests: dict[ImageFile, tuple[str, ...]] = {}
+    for file in files:
+        if not MASKS.isdisjoint(file.words):
+            words = words_and_numbers(file.stem)
+            if rest := tuple(word for word in words if word not in MASKS):
+                rests[file] = rest
+    places = {file.place for file in rests}
+    found = set[tuple[Place, tuple[str, ...]]]()  # other files, each without one of its words
+    for file in files:
+        if file.place in places and file not in rests:
+            words = words_and_numbers(file.stem)
+            for k, word in enumerate(words):
+                if not word.isdecimal():
+                    found.add((file.place, words[:k] + words[k + 1 :]))
+    masks = {file for file, rest in rests.items() if (file.place, rest) in found}
+    return masks if is_often(len(masks), len(files)) else set()
+
+
+def words_and_numbers(name: str) -> tuple[str, ...]:
+    """Return the words and numbers in a name, in small letters.
+
+    >>> words_and_numbers("carMask_001")
+    ('car', 'mask', '001')
+    """
+    pieces = re.findall(r"\d+|[^\W\d_]+", name)
+    return tuple(
+        word for piece in pieces for word in ([piece] if piece.isdecimal() else words_of(piece))
+    )
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def find_named_copies(
+    originals: Originals, masks: Collection[ImageFile], images: int
+) -> dict[ImageFile, ImageFile]:
+    """Return the files that are named as copies of others, and these; without masks.
+
+    `images` says how many there are in all. What was added to the name of the original is one of
+    COPIES, or any words that were added to many names beside the original, as in 0_bright.png,
+    1_bright.png and so on.
+    """
+    times = Counter(
+        words for file, (original, words) in originals.items() if file.place == original.place
+    )
+    return {
+        file: original
+        for file, (original, words) in originals.items()
+        if file not in masks and (not COPIES.isdisjoint(words) or is_often(times[words], images))
+    }
+
+
+def is_often(times: int, images: int) -> bool:
+    """Whether something is true of so many of all images that it is hardly chance.
+
+    >>> is_often(3, 300), is_often(3, 301), is_often(2, 4)
+    (True, False, False)
+    """
+    return times >= 3 and 100 * times >= images
+
+
+def find_versions(files: Iterable[ImageFile]) -> dict[ImageFile, ImageFile]:
+    """Return files that Roboflow made of one picture, and the first one of it, in a class.
+
+    It augments images, and names them as 0_jpg.rf.1a2b.jpg and 0_jpg.rf.3c4d.jpg.
+    """
+    first = dict[tuple[str, str], ImageFile]()  # by class and name of the picture
+    versions: dict[ImageFile, ImageFile] = {}
+    for file in files:
+        picture, mark, _ = file.name.rpartition(".rf.")
+        if mark:
+            met = first.setdefault((file.place.class_name, picture), file)
+            if met != file:
+                versions[file] = met
+    return versions
+
+
+def find_in_two_folders(files: Sequence[ImageFile]) -> dict[ImageFile, ImageFile]:
+    """Return files with a namesake in another folder of their class, and the namesake.
+
+    Such as cat/resized/0.png of cat/0.png, or cat/augmented/0.png of cat/original/0.png. Where
+    classes hold more than four folders, of other names, these are likely to be patients or films
+    whose images are numbered anew; then nothing is returned.
+    """
+    if not 1 < len({file.place.inner for file in files}) <= 4:
+        return {}
+    first = dict[tuple[Path, str], ImageFile]()  # by class folder and name
+    namesakes: dict[ImageFile, ImageFile] = {}
+    for file in files:
+        met = first.setdefault((file.place.class_folder, file.name), file)
+        if met.place != file.place:
+            namesakes[file] = met
+    return namesakes if is_often(len(namesakes), len(files)) else {}
+
+
+# --- originals -----------------------------------------------------------------------------------
+
+
+def find_originals(files: Iterable[ImageFile]) -> Originals:
+    """Return for each file whose name was made from another's: that one, and the words added.
+
+    Such as 0.png and "mask" for 0_mask 2.png, or img_0.png and "mask" for mask_0.png. The other one
+    is of the same class, and lies beside it or, if none does so, in the folder of the class in
+    another part.
+    """
+    beside = defaultdict[Place, list[ImageFile]](list)
+    for file in files:
+        beside[file.place].append(file)
+    across = defaultdict[tuple[str, Path], list[Place]](list)  # such as ("cat", "film 1")
+    for place in beside:
+        if place.class_name:
+            across[place.class_name, place.inner].append(place)
+    originals: Originals = {}
+    for places in across.values():
+        if len(places) > 1:
+            originals |= find_originals_among([file for place in places for file in beside[place]])
+    for group in beside.values():
+        originals |= find_originals_among(group)
+    return originals
+
+
+def find_originals_among(files: Sequence[ImageFile]) -> Originals:
+    """Return as `find_originals` does those of these files that are made from others of them."""
+    by_name: dict[str, ImageFile] = {}
+    for file in files:
+        by_name.setdefault(file.stem.casefold(), file)
+    originals = find_namesakes_but_for_words(files)
+    for file in files:
+        original, change = find_original(file.stem, by_name)
+        if original:
+            originals[file] = by_name[original.casefold()], tuple(words_of(change))
+    return originals
+
+
+def find_namesakes_but_for_words(files: Sequence[ImageFile]) -> Originals:
+    """Return masks and copies among files that have the name of an image there, but for words.
+
+    Such as p0_mask_1.png of p0_image_1.png, and flip1.png of orig1.png: each with that image, and
+    those of its words that are of MASKS or COPIES.
+    """
+    if all(MADE.isdisjoint(file.words) for file in files):
+        return {}
+    groups = defaultdict[str, list[ImageFile]](list)  # by what names share
+    for file in files:
+        groups[without_roles(file.stem)].append(file)
+    namesakes: Originals = {}
+    for group in groups.values():
+        changes = {file: tuple(word for word in file.words if word in MADE) for file in group}
+        image = next((file for file in group if not changes[file]), None)
+        if image:
+            namesakes |= {file: (image, words) for file, words in changes.items() if words}
+    return namesakes
+
+
+def without_roles(name: str) -> str:
+    """Return what names of an image and of its masks and copies share.
+
+    >>> without_roles("P0_Mask_1"), without_roles("flip-P0 image.1")
+    ('p0 1', 'p0 1')
+    """
+    return re.sub(r"[ ._-]+", " ", leave_out(ROLES, name)).strip().casefold()
+
+
+def find_original(name: str, names: Container[str]) -> tuple[str, str]:
+    """Return the one of `names` that a name was made from, and the change; ("", "") without one.
+
+    `names` are in small letters.
+    The change has a word: 0_2 may well be another image than 0. Before the name of the original,
+    it is one of MASKS or COPIES.
+
+    >>> names = ["0", "1"]
+    >>> find_original("0_bright 2", names), find_original("mask_1_7", names)
+    (('0', '_bright 2'), ('1', 'mask_'))
+    >>> find_original("0_2", names)
+    ('', '')
+    """
+    _, *shorter = beginnings(name)
+    for original in shorter:
+        change = name[len(original) :]
+        if original.casefold() in names and words_of(change):
+            return original, change
+    for start in reversed(shorter):
+        change, rest = name[: len(start) + 1], name[len(start) + 1 :]
+        if not MADE.isdisjoint(words_of(change)):
+            for original in beginnings(rest):
+                if original.casefold() in names:
+                    return original, change
+    return "", ""
+
+
+def beginnings(name: str) -> list[str]:
+    """Return a name and what is before each of its separators, longest first.
+
+    >>> beginnings("1_mask 2")
+    ['1_mask 2', '1_mask', '1']
+    """
+    ends = [separator.start() for separator in re.finditer(r"[ ._(-]", name)]
+    return [name, *(name[:end] for end in reversed(ends))]
