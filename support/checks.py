@@ -105,6 +105,7 @@ def as_checked(task: Task) -> Task:
         classes=list(task.classes),
         mean=tuple(float(x) for x in task.mean),
         std=tuple(float(x) for x in task.std),
+        drawn=(),  # the script may have taken a folder's task and divided it anew
     )
 
 

@@ -14,7 +14,18 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from data import SPLITS, Look, Pool, Split, Task, Transform, check_readable, decode_once, folder
+from data import (
+    SPLITS,
+    Look,
+    Pool,
+    Split,
+    Task,
+    Transform,
+    check_readable,
+    decode_once,
+    describe,
+    folder,
+)
 from extras.datasets import check
 from lora import cross_entropy
 from support.checks import (
@@ -405,6 +416,13 @@ def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path
     second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
     assert first.min() < 255 and second.min() == 255
+
+
+def test_of_splits_of_a_script_it_is_not_said_how_they_were_drawn(tmp_path: Path) -> None:
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
+    task = folder(tmp_path, 0)
+    assert len(describe(task)) == 2
+    assert len(describe(as_checked(task._replace(test=task.val, val=task.test)))) == 1
 
 
 def test_images_in_memory_are_equal_however_they_were_divided_by_255() -> None:

@@ -214,12 +214,38 @@ def test_a_class_may_hold_images_and_a_folder_of_text_files(tmp_path: Path) -> N
     assert len(folder(tmp_path, 0).train.images) == 8 - 2
 
 
+DRAWN = (
+    "drawn image by image: train, val, test. If several images show one patient, film or object,"
+    " divide them yourself, as the guide shows"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "drawn"),
+    [
+        ("train", "train, val, test"),
+        ("train test", "train, val"),
+        ("train val", "train, test"),
+        ("train val test", ""),
+    ],
+)
+def test_splits_that_are_drawn_image_by_image_are_named(
+    tmp_path: Path, given: str, drawn: str
+) -> None:
+    """Nothing else would tell that film1_001.png and film1_002.png are parted."""
+    names = [f"{part}/{kind}/{k}.png" for part in given.split() for kind in "ab" for k in range(9)]
+    make(tmp_path, *names)
+    _, *lines = data.describe(folder(tmp_path, 0))
+    assert lines == ([DRAWN.replace("train, val, test", drawn)] if drawn else [])
+
+
 def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: Path) -> None:
     make(tmp_path, *[f"a/{i}.png" for i in range(10)], *[f"b/{i}.png" for i in range(5)], "c.png")
     for name in ("a/1.heic", "a/2.HEIC", "b/notes", "read.txt"):
         (tmp_path / name).touch()
     assert data.describe(folder(tmp_path, 0)) == [
         "2 classes, 15 images: a 10, b 5; train 10, val 2, test 3",
+        DRAWN,
         "left out: 2 .heic, 1 without an ending, 1 .png beside class folders, 1 .txt",
     ]
     assert data.describe(Pool([Path("1.png")])) == ["images without labels: 1"]
@@ -293,6 +319,7 @@ def test_images_that_are_left_out_by_their_names_are_counted(tmp_path: Path) -> 
     (tmp_path / "b/.5.png.icloud").touch()
     assert data.describe(folder(tmp_path, 0)) == [
         "2 classes, 6 images: a 3, b 3; train 2, val 2, test 2",
+        DRAWN,
         "left out: 2 .icloud, 1 .png beginning with @",
     ]
 
@@ -302,7 +329,7 @@ def test_images_of_folders_that_are_left_out_by_their_names_are_counted(tmp_path
     names = [f"{c}/{i}.png" for c in (".net", "@a", "java", "rust") for i in "123"]
     make(tmp_path, *names, "@eaDir/1.png/SYNO.jpg", "java/@eaDir/2.jpg")
     (tmp_path / ".net/notes.txt").touch()
-    assert data.describe(folder(tmp_path, 0))[1] == "left out: 3 .png in .net, 3 .png in @a"
+    assert data.describe(folder(tmp_path, 0))[-1] == "left out: 3 .png in .net, 3 .png in @a"
 
 
 def test_a_folder_under_two_names_is_taken_under_the_first_one_of_them(

@@ -169,6 +169,8 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     assert str(check(f"{tmp_path}/set", tmp_path)).splitlines() == [
         f"folder:{tmp_path}/set",
         "2 classes, 10 images: a 5, b 5; train 6, val 2, test 2",
+        "drawn image by image: train, val, test. If several images show one patient, film or"
+        " object, divide them yourself, as the guide shows",
         "left out: 1 .heic",
         "no problems in 10 images",
     ]
