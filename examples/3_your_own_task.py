@@ -41,7 +41,8 @@ plt.rcParams.update({"figure.dpi": 75, "figure.constrained_layout.use": True})
 # ## 3.1 The task
 #
 # A pretext task is a class in a file. It has two attributes and four methods. `phi` holds the start
-# values of the head, `state` other tensors that a resumed run needs. A step calls the methods in
+# values of the head, `state` other tensors that a resumed run needs: all that changes from step to
+# step, such as a teacher, and nothing of it lies in other attributes. A step calls the methods in
 # this order:
 #
 # 1. `draw(B, rng)`: all random numbers of a step with B images, as tensors whose axis 0 is the

@@ -20,7 +20,17 @@ import torch
 from child_process import finish, start, wait_for
 from filelock import FileLock
 from PIL import Image
-from toy import PRETRAIN_STEPS, align_line, contents, done, finetune_line, refusal, words_of
+from toy import (
+    PRETRAIN_STEPS,
+    ROOT,
+    align_line,
+    contents,
+    done,
+    finetune_line,
+    read_records,
+    refusal,
+    words_of,
+)
 
 import cli
 import finetune
@@ -395,6 +405,76 @@ def test_align_goes_on_to_the_same_bits(pretrained: Path, pretext: str, hypergra
     done(line)
     assert same("adapter.safetensors", "metrics.jsonl")
     assert not list(Path("cut").glob(".*.tmp"))
+
+
+COUNTS = """
+import torch
+from rotation import Rotation
+
+class Counts(Rotation):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.state = {"n": torch.zeros(()), "m": torch.zeros(3)}
+
+    def loss(self, theta, phi, batch):
+        return (1 + self.state["n"] + self.state["m"].sum()) * super().loss(theta, phi, batch)
+
+    def after_step(self, theta_P):
+        with torch.no_grad():
+            self.state["m"] += 1
+            self.state = {**self.state, "n": self.state["n"] + theta_P.abs().mean()}
+
+class Grows(Counts):
+    def after_step(self, theta_P):
+        self.state["m"] = torch.cat([self.state["m"], torch.ones(1)])
+
+class Later(Counts):
+    def after_step(self, theta_P):
+        self.state["teacher"] = theta_P.detach().clone()
+
+class Graph(Counts):
+    def after_step(self, theta_P):
+        self.state["n"] = self.state["n"] + theta_P.mean()
+
+class Number(Counts):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.state["n"] = 0
+"""
+
+
+def own_task(pretrained: Path, name: str) -> str:
+    """An `align` line with a class of COUNTS, in a file here."""
+    shutil.copy(ROOT / "examples/rotation.py", "rotation.py")
+    Path("counts.py").write_text(COUNTS)
+    return align_line(pretrained, "--save-minutes 0") + f" --pretext counts.py:{name}"
+
+
+def test_a_state_that_a_task_sets_anew_goes_on_to_the_same_bits(pretrained: Path) -> None:
+    """A tensor in place of another, in a dict in place of another, beside one that is added to."""
+    line = own_task(pretrained, "Counts")
+    done(f"{line} --out whole")
+    line += " --out cut"
+    assert cut(line, term, "metrics.jsonl", 3) == 143  # after the second alternation
+    done(line)
+    assert same("adapter.safetensors", "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Grows", r"m in `state` was .* of shape \[3\] at the start and is .* shape \[5\] now"),
+        ("Later", "teacher in `state` was not there at the start and is float32"),
+        ("Graph", r"and is float32 of shape \[\] with gradients now.*under torch.no_grad\(\)$"),
+        ("Number", r"n in `state` is no tensor, but int; give torch\.tensor"),
+    ],
+)
+def test_a_state_that_a_run_could_not_read_back_is_refused_at_the_first_alternation(
+    pretrained: Path, name: str, told: str
+) -> None:
+    said = refusal(own_task(pretrained, name) + " --out out")
+    assert re.search(f"--pretext counts.py:{name}: .*{told}", said), said
+    assert name == "Number" or len(read_records(Path("out"))) == 1  # of the probe alone
 
 
 @pytest.mark.parametrize("pretext", ["mae", "ijepa"])
