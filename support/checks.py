@@ -4,6 +4,7 @@ Most of what is refused here would train, and give an accuracy that means someth
 """
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -23,11 +24,12 @@ from data import (
     Task,
     count_by_class,
     digest_of_pixels,
-    evenly_spaced,
     find_lookalikes,
     size_of,
 )
 from support.names import files_of, find_decomposed, find_doubtful_names
+
+MOST_BYTES = 2**31  # of training files that are read to compare them: seconds on a local disk
 
 # --- what a script hands over --------------------------------------------------------------------
 
@@ -341,25 +343,28 @@ def find_common_images(task: Task, pixels: Mapping[Path, bytes]) -> list[str]:
 
     Images are equal if their pixels are. `pixels` has a digest of these for each file that was read
     before; if it lacks a file of a split, that split is compared with others by the bytes of files,
-    see `digests_of_files`.
+    see `digests_of_files`. A line says so where only some training files were compared.
     """
     splits: dict[str, Split] = {name: getattr(task, name) for name in SPLITS}
     of_each = {name: digests_of_each(split.images, pixels) for name, split in splits.items()}
-    of_files = {} if all(of_each.values()) else digests_of_files(splits)
-    return [
-        *find_shared(of_each, of_files),
-        *find_repeated(of_each),
-        *find_two_labels(of_each, splits),
-    ]
+    of_files, step = ({}, 1) if all(of_each.values()) else digests_of_files(splits)
+    lines = find_shared(of_each, of_files, step)
+    if step > 1:
+        lines.append(
+            f"train has {len(splits['train'].targets):,} files: one in {step} was compared with val"
+            " and test, so more images may be in common than is told; of a folder,"
+            " `bisslight data check` compares all"
+        )
+    return lines + find_repeated(of_each) + find_two_labels(of_each, splits)
 
 
 def find_shared(
-    of_each: Mapping[str, list[bytes]], of_files: Mapping[str, set[bytes]]
+    of_each: Mapping[str, list[bytes]], of_files: Mapping[str, set[bytes]], step: int
 ) -> list[str]:
     """Return a line for each two splits with equal images.
 
     `of_each` has for each split the digests of its pixels, [] where they are not known; then
-    `of_files` has those of its files.
+    `of_files` has those of its files, of one in `step` training files.
     """
     lines = []
     for one, two, meaning in (
@@ -373,6 +378,8 @@ def find_shared(
             n = len(of_files[one] & of_files[two])
         if n:
             images = "an image" if n == 1 else f"{n} images"
+            if one == "train" and step > 1:
+                images = f"at least {images}"
             lines.append(f"{one} and {two} have {images} in common: {meaning}")
     return lines
 
@@ -426,29 +433,45 @@ def as_integers(image: Tensor) -> Tensor:
     return (65535 * image).round().int()
 
 
-def digests_of_files(splits: Mapping[str, Split]) -> dict[str, set[bytes]]:
+def digests_of_files(splits: Mapping[str, Split]) -> tuple[dict[str, set[bytes]], int]:
     """Return for each split the sha256 of its files that have the size of a file in another split.
 
-    At most 20,000 files of each split are read, evenly spaced, so of more files not all equal ones
-    are found. A split of more than 100,000 files, or of images in memory, has none.
+    Images in memory have none. Of training files, at most MOST_SIZES are asked for their size, and
+    of those that are to be read at most MOST_BYTES are read, evenly spaced: the second value is k
+    where one in k training files was compared.
     """
-    sizes = {name: sizes_of(split.images) for name, split in splits.items()}
+    sizes = {name: sizes_of(split.images) for name, split in splits.items() if name != "train"}
+    train = splits["train"].images
+    every = times_over(len(train), MOST_SIZES)
+    sizes["train"] = sizes_of(train[::every])
     splits_by_size = Counter[int]()  # in how many splits a file of this size is
     for of_split in sizes.values():
         splits_by_size.update({*of_split.values()})
-    digests = {}
-    for name, of_split in sizes.items():
-        candidates = [file for file, size in of_split.items() if splits_by_size[size] > 1]
-        some = evenly_spaced(candidates, 20_000)
-        digests[name] = {hashlib.sha256(file.read_bytes()).digest() for file in some}
-    return digests
+    to_read = {
+        name: [file for file, size in of_split.items() if splits_by_size[size] > 1]
+        for name, of_split in sizes.items()
+    }
+    step = times_over(sum(sizes["train"][file] for file in to_read["train"]), MOST_BYTES)
+    to_read["train"] = to_read["train"][::step]
+    digests = {
+        name: {hashlib.sha256(file.read_bytes()).digest() for file in files}
+        for name, files in to_read.items()
+    }
+    return digests, every * step
+
+
+def times_over(n: int, most: int) -> int:
+    """Return the least k for which one in k of `n` things are at most `most`.
+
+    >>> times_over(20, 20), times_over(21, 20), times_over(0, 20)
+    (1, 2, 1)
+    """
+    return max(1, math.ceil(n / most))
 
 
 def sizes_of(images: Stored) -> dict[Path, int]:
-    """Return how many bytes each file has; {} for images in memory or more than 100,000 files."""
-    if isinstance(images, Tensor) or len(images) > MOST_SIZES:
-        return {}
-    return {file: size_of(file) for file in images}
+    """Return how many bytes each file has; {} for images in memory."""
+    return {} if isinstance(images, Tensor) else {file: size_of(file) for file in images}
 
 
 def count_with_two_labels(digests: Sequence[bytes], labels: Sequence[str]) -> int:

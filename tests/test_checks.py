@@ -168,6 +168,39 @@ def read_before(task: Task) -> dict[Path, Look]:
     return check_readable([file for name in SPLITS for file in getattr(task, name).images])
 
 
+def with_copies_in_test(place: Path, files: int) -> Task:
+    """Training files of 4 bytes each, of which the first four are in test, too, under new names."""
+    contents = [k.to_bytes(4, "big") for k in range(files)]
+    named = {f"train_{k}.bmp": content for k, content in enumerate(contents)}
+    named |= {f"test_{k}.bmp": content for k, content in enumerate(contents[:4])}
+    named |= {f"val_{k}.bmp": bytes(k) for k in range(1, 3)}  # no training file has their sizes
+    for name, content in named.items():
+        (place / name).write_bytes(content)
+    splits = []
+    for part in SPLITS:
+        of_part = [place / name for name in named if name.startswith(part)]
+        splits.append(Split(of_part, torch.arange(len(of_part)) % 2))
+    return Task("own", *splits, ["a", "b"])
+
+
+def test_of_many_small_training_files_all_are_compared_with_test(tmp_path: Path) -> None:
+    """So many as are not read at the start of a run, so their pixels are not known."""
+    (line,) = find_doubts(with_copies_in_test(tmp_path, 20_002))
+    assert line.startswith("train and test have 4 images in common: the test is of images that")
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST_BYTES", 16), ("MOST_SIZES", 4)])
+def test_where_only_some_training_files_are_compared_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """Of eight files every second one: two of the four that are in test."""
+    task = with_copies_in_test(tmp_path, 8)
+    monkeypatch.setattr(f"support.checks.{limit}", most)
+    common, partly = find_doubts(task)
+    assert common.startswith("train and test have at least 2 images in common: the test is of")
+    assert partly.startswith("train has 8 files: one in 2 was compared with val and test")
+
+
 @pytest.mark.parametrize("ending", ["png", "bmp", "tiff"])
 def test_a_picture_that_was_saved_anew_is_told_by_its_pixels(tmp_path: Path, ending: str) -> None:
     """Two training images lie in test, in another format and under other names."""
