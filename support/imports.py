@@ -2,14 +2,17 @@
 
 import ast
 import hashlib
+import re
 import runpy
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
     EXTENSION_SUFFIXES,
     SOURCE_SUFFIXES,
+    BuiltinImporter,
+    FrozenImporter,
     PathFinder,
 )
 from pathlib import Path
@@ -54,15 +57,19 @@ def find_imports(file: Path) -> Imports:
     folder = file.resolve().parent  # of a link it is that of its target, as in `run_file`
     taken = sys.stdlib_module_names | names_of_program()
     imports = Imports({}, {})
+    names = set[str]()
     to_read = [(file, "")]  # files, and the package that each one is in; "": none
     for source, package in to_read:  # it grows
         for name in names_imported(ast.parse(source.read_bytes()), package):
+            names.add(name)
             parts = name.split(".")
             for k in range(1, len(parts) + 1):  # of a.b.c also a and a.b
                 path = folder.joinpath(*parts[:k])
                 module = ".".join(parts[:k])
                 found = file_of_module(path)
                 if found is None or module in imports.used or module in imports.hidden:
+                    continue
+                if is_built_in(parts[0]):
                     continue
                 if parts[0] in taken:
                     imports.hidden[module] = found
@@ -71,7 +78,28 @@ def find_imports(file: Path) -> Imports:
                 if found.suffix == ".py":  # of what is compiled, imports are not known
                     is_package = found.parent == path
                     to_read.append((found, module if is_package else ".".join(parts[: k - 1])))
-    return imports
+    hidden = {
+        module: path for module, path in imports.hidden.items() if is_meant(module, path, names)
+    }
+    return imports._replace(hidden=hidden)
+
+
+def is_built_in(module: str) -> bool:
+    """Whether a module, such as `time`, is in Python itself, which then looks into no folder."""
+    return any(finder.find_spec(module) for finder in (BuiltinImporter, FrozenImporter))
+
+
+def is_meant(module: str, path: Path, names: Iterable[str]) -> bool:
+    """Whether import statements may mean the file of a module: it has a name that they ask for.
+
+    `names` are as of `names_imported`. A data.py of another script, in which "rng" is no word, is
+    not what `from data import rng` means. Where only `import data` asks for it, it may be.
+    """
+    start = f"{module}."
+    asked = {name.removeprefix(start).split(".")[0] for name in names if name.startswith(start)}
+    text = path.read_bytes().decode(errors="replace")
+    words = {*re.findall(r"\w+", text)}
+    return not asked or not asked.isdisjoint(words) or "import *" in text
 
 
 def file_of_module(path: Path) -> Path | None:

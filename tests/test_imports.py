@@ -138,6 +138,39 @@ def test_an_own_copy_of_a_module_of_the_program_or_of_python_is_refused_once_it_
         copy.unlink()
 
 
+@pytest.mark.parametrize(
+    ("task", "file", "text", "is_refused"),
+    [
+        ("from data import rng", "data.py", "def load(): pass", False),
+        ("from data import rng", "data.py", "def rng(): pass", True),
+        ("from data import rng", "data.py", "from more import *", True),
+        ("from data import rng", "data/__init__.py", "def load(): pass", False),
+        ("from data import rng", "data/load.py", "def rng(): pass", False),
+        ("from data import rng", "data/rng.py", "", True),
+        ("import data", "data.py", "def load(): pass", True),
+        ("def f():\n    import data", "data.py", "def load(): pass", True),
+        ("from types import SimpleNamespace", "types.py", "Weight = float", False),
+        ("import colorsys", "colorsys.py", "", True),
+        ("import time", "time.py", "def measure(): pass", False),
+    ],
+)
+def test_an_own_file_that_the_import_cannot_mean_is_no_reason_to_refuse(
+    tmp_path: Path, task: str, file: str, text: str, is_refused: bool
+) -> None:
+    """It is another script's: Python itself, without this program, would not find the name in it.
+
+    Whether another script alone uses an own copy that has the name, nobody can see.
+    """
+    write(tmp_path, {"task.py": f"{task}\n", file: f"{text}\n", "more.py": "def rng(): pass\n"})
+    if is_refused:
+        with pytest.raises(UsageError, match=rf"imports {tmp_path}/.*; rename one of them"):
+            check_loaded(tmp_path / "task.py")
+    else:
+        check_loaded(tmp_path / "task.py")
+        run_file(tmp_path / "task.py")
+        leave_earlier_files()
+
+
 def test_a_compiled_module_is_in_the_digest_and_is_read_anew(tmp_path: Path) -> None:
     """As Python's own compiler writes it; there is no source beside it."""
     digests = []
