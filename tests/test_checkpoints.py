@@ -1,6 +1,7 @@
 """Official files, adapters of this edition and of the one before, and the released layout."""
 
 import json
+import re
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +125,11 @@ AROUND: dict[str, Any] = {  # how programs save the tensors of a network
     },
     "timm": lambda state: {"state_dict": state, "args": Namespace(lr=1e-3), "metric": 71.2},
     "a number beside them": lambda state: {"model": state | {"epoch": 3}},
+    "DINO": lambda state: {
+        "student": {f"module.backbone.{k}": x + 1 for k, x in state.items()},
+        "teacher": {f"backbone.{k}": x for k, x in state.items()},
+        "optimizer": {"state": {0: torch.ones(1)}, 1: 2},
+    },
     "two parts": lambda state: in_parts(state, "backbone.", "decoder."),
     "two parts, wrapped": lambda state: in_parts(state, "module.net.vit.", "module.net.head."),
     "an encoder inside": lambda state: in_parts(state, "model.encoder.", "model."),
@@ -242,6 +248,27 @@ def test_a_file_that_is_no_checkpoint_is_told_what_one_is(tmp_path: Path) -> Non
         load(weights=picture)
     with pytest.raises(UsageError, match=said + "the file of this network, with timm's names$"):
         load(weights=picture, backbone="timm:test_vit2")
+
+
+@pytest.mark.parametrize(
+    ("trained", "average"),
+    [("state_dict", "state_dict_ema"), ("model", "model_ema"), ("model", "teacher")],
+)
+def test_a_network_and_its_moving_average_are_refused_with_their_places(
+    tmp_path: Path, trained: str, average: str
+) -> None:
+    """As timm and DeiT save both; the average alone, as the remedy says, is taken."""
+    state = official_layout("vit_mini")
+    content = {"epoch": 3, trained: {k: x + 1 for k, x in state.items()}, average: state}
+    torch.save(content, tmp_path / "w.pth")
+    told = rf"holds 2 networks, below \['{trained}', '{average}'\]; with .*, save (\{{.*\}}) alone"
+    with pytest.raises(UsageError, match=told) as refused:
+        load(weights=tmp_path / "w.pth")
+    remedy = re.search(told, str(refused.value))
+    assert remedy is not None
+    torch.save(eval(remedy[1], {"content": content}), tmp_path / "w.pth")
+    found = load(weights=tmp_path / "w.pth").backbone.vit.state_dict()
+    assert all(torch.equal(found[name], state[name]) for name in found)
 
 
 def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
