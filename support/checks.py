@@ -22,12 +22,13 @@ from data import (
     Split,
     Stored,
     Task,
+    as_compared,
     count_by_class,
     digest_of_pixels,
     find_lookalikes,
     size_of,
 )
-from support.names import files_of, find_decomposed, find_doubtful_names
+from support.names import Place, files_of, find_decomposed, find_doubtful_names, find_misnamed
 
 MOST_BYTES = 2**31  # of training files that are read to compare them: seconds on a local disk
 
@@ -64,32 +65,31 @@ def check_task(task: Task) -> None:
 
 
 def check_folders_of_labels(task: Task) -> None:
-    """Raise ValueError where a file's folder is named as another class than its label says.
+    """Raise ValueError where all images of folders have the label of another class than their name.
 
     Only asked where all files lie in folders with names of classes, and of splits that have several
     folders, each with one label. A script that numbers the classes of each split by itself may
     number them in another order, or in the lack of one class. Where a folder has several labels, it
-    is no class: it may be a writer, a patient or a fold.
+    may be no class, but a writer, a patient or a fold: see `find_labels_of_other_folders`.
     """
-    files = [file for file in files_of(task) if file.place.class_name]
-    if not {file.place.folder.name for file in files} <= {*task.classes}:
+    places_of = defaultdict[str, set[Place]](set)  # by split
+    for file in files_of(task):
+        if file.place.class_name:
+            places_of[file.split].add(file.place)
+    places = set[Place]().union(*places_of.values())
+    names = {as_compared(name) for name in task.classes}
+    if not {as_compared(place.folder.name) for place in places} <= names:
         return
-    labels_of = defaultdict[str, dict[Path, set[str]]](dict)  # by split and folder
-    for file in files:
-        labels_of[file.split].setdefault(file.place.folder, set()).add(file.place.class_name)
-    asked = {
-        split
-        for split, of_folders in labels_of.items()
-        if len(of_folders) > 1 and all(len(labels) == 1 for labels in of_folders.values())
-    }
-    for file in files:
-        class_name = file.place.class_name
-        # 7/1/0.png of class 7 may be of patient 1
-        if file.split in asked and class_name not in file.place.folder.parts:
+    misnamed = find_misnamed(places, task.classes)
+    for of_split in places_of.values():
+        folders = {place.folder for place in of_split}
+        wrong = [place for place in of_split if place in misnamed]
+        if wrong and 1 < len(folders) == len(of_split):  # a place for each label of a folder
+            first = min(wrong, key=lambda place: place.folder)
             raise ValueError(
-                f"labels: {file.path} is labelled {class_name}; number the classes of all splits in"
-                " the order of `classes`, or, if it is meant so, give classes other names than"
-                " folders"
+                f"labels: images in {first.folder} are labelled {first.class_name}; number the"
+                " classes of all splits in the order of `classes`, or, if it is meant so, give"
+                " classes other names than folders"
             )
 
 
@@ -224,8 +224,9 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
     """Return a line for each thing that is not refused, but that readers of an accuracy must know.
 
     Such things are: splits that share images, images with two labels, images made from others,
-    folders of images inside of class folders, images that are black or of one colour, classes that
-    a split lacks, labels that are not counted, and names that other computers write otherwise.
+    labels that are not those of the folders, folders of images inside of class folders, images that
+    are black or of one colour, classes that a split lacks, labels that are not counted, and names
+    that other computers write otherwise.
     `looks` has what was found in each image file that was read before.
     """
     looks = looks or {}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from data import MOST_SIZES, NO_CLASS, SPLITS, WORD, Split, Stored, Task, words_of
+from data import MOST_SIZES, NO_CLASS, SPLITS, WORD, Split, Stored, Task, as_compared, words_of
 
 # Words in a name that say that a mask or a copy was made of another image, as 0_mask.png of 0.png.
 MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "seg", "anno", "annot"}
@@ -185,11 +185,51 @@ def find_doubtful_names(task: Task) -> list[str]:
     """Return a line for each thing in names of files and folders that may make a number wrong."""
     files = files_of(task)
     return [
+        *find_labels_of_other_folders(files, task.classes),
         *find_folders_in_classes(files, task.classes),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
     ]
+
+
+def find_labels_of_other_folders(files: Iterable[ImageFile], classes: Collection[str]) -> list[str]:
+    """Return a line if images lie in folders that are named as other classes than their labels.
+
+    So they do where the rows of a table are in another order than the files. Where folders are
+    writers or folds, or labels were corrected, this is well, and nobody can tell it apart.
+    """
+    of_class = [file for file in files if file.place.class_name]
+    misnamed = find_misnamed({file.place for file in of_class}, classes)
+    wrong = [file for file in of_class if file.place in misnamed]
+    if not wrong:
+        return []
+    counts = Counter(file.split for file in wrong)
+    sizes = Counter(file.split for file in of_class)
+    of_splits = [f"{name} {counts[name]} of {sizes[name]}" for name in SPLITS if counts[name]]
+    return [
+        "images in folders that are named as other classes than their labels:"
+        f" {', '.join(of_splits)}, such as {wrong[0].path}, labelled {wrong[0].place.class_name}."
+        " Are the classes of all splits numbered alike, and the rows of a table those of the files?"
+        " If such folders are no classes, or labels were corrected, this is well"
+    ]
+
+
+def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Place]:
+    """Return the places that are named as classes, or lie below such, but not as their own one.
+
+    Folders that hold all places do not count, nor does a class's name that is the only one there:
+    it may be the name of the whole, as of the photos that are looked through for it.
+    """
+    by_name = {as_compared(name): name for name in classes}
+    root = common_folder({place.folder for place in places})
+    named: dict[Place, set[str]] = {}
+    for place in places:
+        names = {as_compared(folder.name) for folder in folders_below(root, place.folder)}
+        named[place] = {by_name[name] for name in names if name in by_name}
+    if len(set[str]().union(*named.values())) < 2:
+        return set()
+    return {place for place, names in named.items() if names and place.class_name not in names}
 
 
 def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from support.names import (
     find_derived,
     find_doubtful_names,
     find_folders_in_classes,
+    find_labels_of_other_folders,
     find_masks_in_pool,
 )
 
@@ -738,11 +740,70 @@ def test_labels_that_are_not_those_of_the_folders_are_refused() -> None:
     check_task(numbered(good, "cat dog fox"))
     check_task(numbered(good, "a b c"))
     check_task(numbered(good, "dog cat none"))  # not all folders are classes
-    for test, first in (("fox cat dog", "fox/1.png is labelled cat"), ("cat fox", "labelled dog")):
-        with pytest.raises(ValueError, match=f"^labels: /pets/test/.*{first}; number the classes"):
+    cases = (("fox cat dog", "cat are labelled dog"), ("cat fox", "fox are labelled dog"))
+    for test, first in cases:
+        with pytest.raises(ValueError, match=f"^labels: images in /pets/test/{first}; number the"):
             check_task(numbered(good | {"test": test}, "cat dog fox"))
     patients = dict.fromkeys(SPLITS, "1/1 2/1 3/3")  # of the classes 1, 2 and 3
     check_task(numbered(patients, "1 2 3"))
+
+
+def test_a_folder_of_all_images_hides_no_wrong_label() -> None:
+    """As where pets/ is the second data set beside dog/, which holds all of this one."""
+    task = numbered(dict.fromkeys(SPLITS, "cat dog fox") | {"test": "cat fox"}, "cat dog fox")
+    splits = [
+        Split([Path("/dog", file.relative_to("/")) for file in split.images], split.targets)
+        for split in (task.train, task.val, task.test)
+    ]
+    with pytest.raises(ValueError, match=r"^labels: images in /dog/pets/test/fox are labelled dog"):
+        check_task(Task("own", *splits, task.classes))
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accents_and_capitals_hide_no_wrong_label(form: str) -> None:
+    """Folders from a Mac, classes from a table."""
+    folders = unicodedata.normalize(form, "Café Thé")
+    good = dict.fromkeys(SPLITS, folders)
+    check_task(numbered(good, "café thé"))
+    swapped = " ".join(reversed(folders.split()))
+    with pytest.raises(ValueError, match=r"^labels: images in /pets/test/.* are labelled thé"):
+        check_task(numbered(good | {"test": swapped}, "café thé"))
+
+
+def about_labels(task: Task) -> list[str]:
+    """What is told of labels that are not those of the folders, up to the first question."""
+    check_task(task)
+    start = "images in folders that are named as other classes than their labels: "
+    lines = find_labels_of_other_folders(files_of(task), task.classes)
+    assert all(line.startswith(start) for line in lines)
+    return [line.removeprefix(start).split(".png")[0] for line in lines]
+
+
+def test_labels_of_rows_in_another_order_than_the_files_are_told() -> None:
+    task = numbered(dict.fromkeys(SPLITS, "cat dog fox"), "cat dog fox")
+    assert about_labels(task) == []
+    rows = Split(task.train.images, task.train.targets[torch.tensor([0, 3, 4, 1, 2, 5])])
+    assert about_labels(task._replace(train=rows)) == ["train 4 of 6, such as /pets/train/cat/2"]
+
+
+def test_one_label_that_was_corrected_does_not_hide_that_the_others_are_wrong() -> None:
+    orders = dict.fromkeys(SPLITS, "cat dog fox") | {"test": "fox cat dog"}
+    task = numbered(orders, "cat dog fox")
+    corrected = Split(task.test.images, torch.tensor([2, 0, 1, 1, 2, 2]))
+    assert about_labels(task._replace(test=corrected)) == ["test 5 of 6, such as /pets/test/fox/2"]
+
+
+def test_labels_of_a_split_with_one_folder_are_told_if_they_are_of_another_class() -> None:
+    """`ImageFolder` of new/ gives its only class the number 0."""
+    orders = dict.fromkeys(SPLITS, "cat dog fox") | {"test": "fox"}
+    told = ["test 2 of 2, such as /pets/test/fox/1"]
+    assert about_labels(numbered(orders, "cat dog fox")) == told
+
+
+def test_a_folder_that_is_no_class_does_not_hide_the_others() -> None:
+    orders = dict.fromkeys(SPLITS, "cat dog") | {"test": "ant cat dog"}
+    task = numbered(orders, "cat dog fox")
+    assert about_labels(task) == ["test 4 of 6, such as /pets/test/cat/1"]
 
 
 def test_folders_that_are_no_classes_although_they_have_their_names_are_taken() -> None:
@@ -750,8 +811,10 @@ def test_folders_that_are_no_classes_although_they_have_their_names_are_taken() 
     writers = [Path(f"/w/{writer}/{k}.png") for writer in "12" for k in "01"]
     digits = Split(writers, torch.tensor([0, 1, 0, 1]))
     check_task(Task("own", digits, digits, digits, ["1", "2"]))
-    moles = Split([Path("/m/melanoma/0.png"), Path("/m/melanoma/1.png")], torch.tensor([0, 1]))
-    check_task(Task("own", moles, moles, moles, ["benign", "melanoma"]))
+    for place in ("/m/melanoma", "/m/melanoma/P1", "/m/P1/melanoma"):
+        files = [Path(place, "0.png"), Path(place, "1.png"), Path("/m/P2/0.png")]
+        moles = Split(files, torch.tensor([0, 1, 1]))
+        assert about_labels(Task("own", moles, moles, moles, ["benign", "melanoma"])) == []
 
 
 def test_absolute_and_relative_paths_may_be_mixed(tmp_path: Path) -> None:
