@@ -44,10 +44,9 @@ class ImageFile:
 
     path: str
     place: Place
-    name: str  # without folders and ending, in small letters
+    stem: str  # its name without folders and ending
     ending: str
-    stem: str  # the name as it is written, but without words of class names
-    words: Sequence[str]  # those in `stem`
+    words: Sequence[str]  # those in its stem, but for words of class names
     split: str  # such as "train"; "" in a pool
 
 
@@ -110,13 +109,9 @@ def as_files(
         if (folder, class_name) not in places:
             place = place_of(folders[folder], class_name, root, class_words)
             places[folder, class_name] = place
-        name, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
-        stem, words = name, words_of(name)
-        if not class_words.isdisjoint(words):
-            stem = leave_out(class_words, name)
-            words = words_of(stem)
-        place = places[folder, class_name]
-        files.append(ImageFile(path, place, name.casefold(), ending, stem, words, split))
+        stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
+        words = [word for word in words_of(stem) if word not in class_words]
+        files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
     return files
 
 
@@ -167,15 +162,6 @@ def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
     """
     words = {*words_of(folder.name)} & NO_CLASS.keys() - {*class_words}
     return frozenset(NO_CLASS[word] for word in words)
-
-
-def leave_out(words: Container[str], name: str) -> str:
-    """Return a name without some words, which are in small letters.
-
-    >>> leave_out({"mask", "p"}, "P0_Mask_1")
-    '0__1'
-    """
-    return re.sub(WORD, lambda word: "" if word[0].lower() in words else word[0], name)
 
 
 # --- what is told --------------------------------------------------------------------------------
@@ -300,15 +286,17 @@ def find_strays(files: Iterable[ImageFile], classes: Collection[str]) -> list[st
     ]
 
 
-def find_converted(files: Iterable[ImageFile]) -> list[str]:
+def find_converted(files: Collection[ImageFile]) -> list[str]:
     """Return a line if files beside each other, of a class, have one name and other endings.
 
     Capital letters do not matter. This happens where images were converted or edited and the
     originals were kept (`holdout` splits by name), and where masks lie beside their photos.
     """
+    if len({file.ending for file in files}) < 2:
+        return []
     by_name = defaultdict[tuple[Place, str], list[ImageFile]](list)
     for file in files:
-        by_name[file.place, file.name].append(file)
+        by_name[file.place, file.stem.casefold()].append(file)
     # a.png and A.png, with one ending, may be two letters
     twins = [group for group in by_name.values() if len({file.ending for file in group}) > 1]
     if not twins:
@@ -508,7 +496,7 @@ def find_versions(files: Iterable[ImageFile]) -> dict[ImageFile, ImageFile]:
     first = dict[tuple[str, str], ImageFile]()  # by class and name of the picture
     versions: dict[ImageFile, ImageFile] = {}
     for file in files:
-        picture, mark, _ = file.name.rpartition(".rf.")
+        picture, mark, _ = file.stem.rpartition(".rf.")
         if mark:
             met = first.setdefault((file.place.class_name, picture), file)
             if met != file:
@@ -528,7 +516,7 @@ def find_in_two_folders(files: Sequence[ImageFile]) -> dict[ImageFile, ImageFile
     first = dict[tuple[Path, str], ImageFile]()  # by class folder and name
     namesakes: dict[ImageFile, ImageFile] = {}
     for file in files:
-        met = first.setdefault((file.place.class_folder, file.name), file)
+        met = first.setdefault((file.place.class_folder, file.stem.casefold()), file)
         if met.place != file.place:
             namesakes[file] = met
     return namesakes if is_often(len(namesakes), len(files)) else {}
@@ -567,9 +555,10 @@ def find_originals_among(files: Sequence[ImageFile]) -> Originals:
         by_name.setdefault(file.stem.casefold(), file)
     originals = find_namesakes_but_for_words(files)
     for file in files:
-        original, change = find_original(file.stem, by_name)
+        original, change = find_original(file.stem, by_name, file.words)
         if original:
-            originals[file] = by_name[original.casefold()], tuple(words_of(change))
+            words = tuple(word for word in words_of(change) if word in file.words)
+            originals[file] = by_name[original.casefold()], words
     return originals
 
 
@@ -599,30 +588,33 @@ def without_roles(name: str) -> str:
     >>> without_roles("P0_Mask_1"), without_roles("flip-P0 image.1")
     ('p0 1', 'p0 1')
     """
-    return re.sub(r"[ ._-]+", " ", leave_out(ROLES, name)).strip().casefold()
+    rest = re.sub(WORD, lambda word: "" if word[0].lower() in ROLES else word[0], name)
+    return re.sub(r"[ ._-]+", " ", rest).strip().casefold()
 
 
-def find_original(name: str, names: Container[str]) -> tuple[str, str]:
+def find_original(name: str, names: Container[str], words: Collection[str]) -> tuple[str, str]:
     """Return the one of `names` that a name was made from, and the change; ("", "") without one.
 
-    `names` are in small letters.
-    The change has a word: 0_2 may well be another image than 0. Before the name of the original,
-    it is one of MASKS or COPIES.
+    `names` are in small letters. The change has one of the `words` of the name: 0_2 may well be
+    another image than 0. Before the name of the original, it is one of MASKS or COPIES.
 
     >>> names = ["0", "1"]
-    >>> find_original("0_bright 2", names), find_original("mask_1_7", names)
+    >>> find_original("0_bright 2", names, ["bright"]), find_original("mask_1_7", names, ["mask"])
     (('0', '_bright 2'), ('1', 'mask_'))
-    >>> find_original("0_2", names)
+    >>> find_original("0_2", names, [])
     ('', '')
     """
+    if not words:
+        return "", ""
     _, *shorter = beginnings(name)
     for original in shorter:
         change = name[len(original) :]
-        if original.casefold() in names and words_of(change):
+        if original.casefold() in names and not {*words}.isdisjoint(words_of(change)):
             return original, change
-    for start in reversed(shorter):
+    made = MADE.intersection(words)
+    for start in reversed(shorter) if made else ():
         change, rest = name[: len(start) + 1], name[len(start) + 1 :]
-        if not MADE.isdisjoint(words_of(change)):
+        if not made.isdisjoint(words_of(change)):
             for original in beginnings(rest):
                 if original.casefold() in names:
                     return original, change
