@@ -350,6 +350,26 @@ def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwi
     )
 
 
+def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one(
+    tmp_path: Path,
+) -> None:
+    """Only the restart of another aligned run starts as they do, so the λ of both is told."""
+    aligned: Any = {"stage": "align", "hypergrad": "mfac", "dataset": "cub200"}
+    before: Any = {
+        "r_d": {},
+        "r_t": aligned | {"unlike_paper": {"lam": 1.0}},
+        "r_t5": aligned | {"unlike_paper": {"lam": 5.0}},
+    }
+    runs = [finished(tmp_path / "direct", [70.0])]
+    for name, start in before.items():
+        tuned = {"stage": "finetune", "backbone": "vit_l16", "lr": 1e-3, "origin": start}
+        runs.append(finished(tmp_path / name, [70.0], by="mfac", start=name, origin=tuned))
+    found = evaluate(runs).arms
+    assert [arm.starts_as for arm in found] == [None, None, None, "r_t"]
+    told = ("its start: align with λ 5.0", "its start: align with λ 1.0")
+    assert [*found[3].start_differs.values()] == [told]
+
+
 def test_the_image_size_of_the_run_before_is_compared(tmp_path: Path) -> None:
     """That of align, and that of an earlier fine-tuning; an older adapter says none."""
     sizes = {

@@ -541,6 +541,9 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match=r"s2: is no finished .* its own command goes on with it"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
+    (runs / "s2" / "config.json").write_text('{"command": "pretrain"}')
+    with pytest.raises(UsageError, match=r"s2: is a pretrain run, which has no adapter; give a f"):
+        tune(weights, tmp_path / "out", start=runs, seeds=2)
     (runs / "s2" / "config.json").unlink()
     (runs / "s2" / "result.json").unlink()
     with pytest.raises(UsageError, match=r"s2: is no finished align or finetune run; give one"):

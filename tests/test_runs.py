@@ -648,6 +648,33 @@ def test_a_folder_that_a_desktop_has_looked_at_is_empty(tmp_path: Path) -> None:
     runs.check_holds_only(tmp_path, set())
 
 
+def test_a_log_that_is_written_beside_a_run_is_nothing_else(tmp_path: Path) -> None:
+    """As `2>&1 | tee OUT/log.txt`, a cluster and git have it; a folder of that name is a class."""
+    for name in ("log.txt", "nohup.out", "7.err", "README.md", ".gitkeep"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_text("said")
+    begin(tmp_path / "out")
+    (tmp_path / "classes/no.md").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"holds no\.md, no run"):
+        begin(tmp_path / "classes")
+
+
+def test_a_fine_tuning_among_the_runs_that_it_starts_from_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    """It would be one of them, the next time; in one of them it is well."""
+    begin(tmp_path / "aligned/s0")
+
+    def open_in(place: str, start: str) -> None:
+        cfg = FinetuneConfig(backbone="vit_mini", dataset="quilts", start=tmp_path / start)
+        check_directory(tmp_path / place, {"command": "finetune"}, cfg)
+
+    with pytest.raises(UsageError, match=r"lies among the runs of --from .*aligned, where"):
+        open_in("aligned/tuned", start="aligned")
+    open_in("aligned/s0/tuned", start="aligned/s0")
+    open_in("tuned", start="aligned")
+
+
 def test_a_run_among_the_labelled_images_is_refused(tmp_path: Path) -> None:
     """It would be a class, the next time."""
     cfg = FinetuneConfig(backbone="vit_mini", dataset=f"folder:{tmp_path}")
