@@ -162,7 +162,8 @@ def check_images(images: Stored, name: str) -> None:
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(
             f"{name}: images have the shape {tuple(images.shape)}; give (images, 3, height, width),"
-            " of grey ones (images, 1, height, width) with images.expand(-1, 3, -1, -1)"
+            " of grey ones (images, 1, height, width) with images.expand(-1, 3, -1, -1), and where"
+            " colours are last images.permute(0, 3, 1, 2)"
         )
     if images.device.type != "cpu" or images.requires_grad:
         raise ValueError(f"{name}: images are on a GPU, or need gradients; images.detach().cpu()")

@@ -173,6 +173,7 @@ def find_doubtful_names(task: Task) -> list[str]:
     return [
         *find_labels_of_other_folders(files, task.classes),
         *find_folders_in_classes(files, task.classes),
+        *find_folders_in_two_parts(files),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
@@ -253,9 +254,7 @@ def find_splits_of_folders(files: Iterable[ImageFile]) -> dict[Path, set[str]]:
 
     A folder that has all images of a class is none of them, as cat/images.
     """
-    splits_of_place = defaultdict[Place, set[str]](set)
-    for file in files:
-        splits_of_place[file.place].add(file.split)
+    splits_of_place = splits_of_places(files)
     folders = defaultdict[Path, set[Path]](set)  # by class folder
     for place in splits_of_place:
         folders[place.class_folder].add(place.folder)
@@ -267,14 +266,55 @@ def find_splits_of_folders(files: Iterable[ImageFile]) -> dict[Path, set[str]]:
     return splits_of
 
 
+def splits_of_places(files: Iterable[ImageFile]) -> dict[Place, set[str]]:
+    """Return the splits that the images of each place are in."""
+    splits = defaultdict[Place, set[str]](set)
+    for file in files:
+        splits[file.place].add(file.split)
+    return splits
+
+
+def find_folders_in_two_parts(files: Iterable[ImageFile]) -> list[str]:
+    """Return a line if folders inside of a class have namesakes in another part.
+
+    As train/cat/P1 and test/cat/P1, which may be one patient. Of up to four names nothing is said:
+    these are likelier to be kinds of images, such as day/ and night/.
+    """
+    alike = defaultdict[tuple[str, Path], list[Place]](list)  # such as ("cat", "P1")
+    splits_of = splits_of_places(files)
+    for place in splits_of:
+        if place.folder != place.class_folder:
+            alike[place.class_name, place.inner].append(place)
+    doubtful = sorted(
+        sorted(place.folder for place in places)
+        for places in alike.values()
+        if len(places) > 1 and len(set[str]().union(*(splits_of[place] for place in places))) > 1
+    )
+    if not doubtful or len({inner for _, inner in alike}) <= 4:
+        return []
+    return [
+        f"folders of one name, of a class, in several parts: {len(doubtful)}, such as"
+        f" {' and '.join(map(str, doubtful[0][:2]))}. If they are of one patient, film or object,"
+        " put them into one part; if they are kinds, or each part is numbered anew, this is well"
+    ]
+
+
 def find_strays(files: Iterable[ImageFile], classes: Collection[str]) -> list[str]:
-    """Return a line if folders inside of class folders have the names of other classes."""
+    """Return a line if folders inside of class folders have the names of other classes.
+
+    Where some are numbers that are no classes, as 0/9 of the classes 0 and 1, they are patients or
+    films, and so is 0/1.
+    """
     names = {*classes}
-    strays = sorted(
+    inside = {
         (folder, place.class_name)
         for place in {file.place for file in files}
         for folder in folders_below(place.class_folder, place.folder)
-        if folder.name in names - {place.class_name}
+    }
+    if {folder.name for folder, _ in inside if folder.name.isdecimal()} - names:
+        names = {name for name in names if not name.isdecimal()}
+    strays = sorted(
+        (folder, class_name) for folder, class_name in inside if folder.name in names - {class_name}
     )
     if not strays:
         return []

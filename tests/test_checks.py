@@ -100,7 +100,7 @@ def test_labels_that_mean_something_else_are_refused(labels: Tensor, message: st
         (PIXELS - 0.5, "numbers from 0 to 1"),
         (PIXELS / torch.zeros(1), "numbers from 0 to 1"),
         (PIXELS[:, :1], r"images.expand\(-1, 3, -1, -1\)"),
-        (PIXELS.permute(0, 2, 3, 1), "height, width"),
+        (PIXELS.permute(0, 2, 3, 1), r"colours are last images.permute\(0, 3, 1, 2\)"),
         (PIXELS.clone().requires_grad_(), "detach"),
         (PIXELS[:0], "has no images"),
         (["a.png"] * 6, "pathlib.Path"),
@@ -974,6 +974,30 @@ def test_a_script_that_divides_whole_folders_inside_of_classes_is_told_nothing(
     (line,) = find_folders_in_classes(own_files(*parts), ["cat", "dog"])
     assert "class folders: 1, such as /photos/dog/" in line
     assert "divided among train, test. If" in line
+
+
+def test_a_patient_whose_folders_are_in_two_parts_is_told(tmp_path: Path) -> None:
+    """The parts were made image by image; up to four such folders are day/ and night/ and so on."""
+    patients = [f"P{k}" for k in range(1, 6)]
+    photos_in(tmp_path / "many", of_parts(*patients))
+    (line,) = about_folders(tmp_path / "many")
+    assert line.startswith(
+        "folders of one name, of a class, in several parts: 10, such as test/cat/P1 and"
+        " train/cat/P1. If they are of one patient"
+    )
+    photos_in(tmp_path / "four", of_parts(*patients[:4]))
+    assert about_folders(tmp_path / "four") == []
+    parts = {"train": "012", "val": "345", "test": "678"}
+    whole = [f"{part}/cat/P{k}/P{k}.png" for part, numbers in parts.items() for k in numbers]
+    photos_in(tmp_path / "whole", whole + [name.replace("cat/P", "dog/Q") for name in whole])
+    assert about_folders(tmp_path / "whole") == []
+
+
+def test_numbered_patients_of_numbered_classes_are_no_strays(tmp_path: Path) -> None:
+    """Grades 0 and 1, and patients 0 to 5, whole ones in each part."""
+    patients = ("train/0/1", "val/0/2", "test/0/3", "train/1/0", "val/1/4", "test/1/5")
+    photos_in(tmp_path, [f"{place}/{k}.png" for place in patients for k in range(3)])
+    assert about_folders(tmp_path) == []
 
 
 def test_a_class_dragged_into_another_is_told(tmp_path: Path) -> None:
