@@ -15,6 +15,7 @@ from importlib.machinery import (
     FrozenImporter,
     PathFinder,
 )
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,26 +63,28 @@ def find_imports(file: Path) -> Imports:
     for source, package in to_read:  # it grows
         for name in names_imported(ast.parse(source.read_bytes()), package):
             names.add(name)
-            parts = name.split(".")
-            for k in range(1, len(parts) + 1):  # of a.b.c also a and a.b
-                path = folder.joinpath(*parts[:k])
-                module = ".".join(parts[:k])
-                found = file_of_module(path)
-                if found is None or module in imports.used or module in imports.hidden:
+            for module, path in find_modules(folder, name):
+                first, _, _ = module.partition(".")
+                if module in imports.used or module in imports.hidden or is_built_in(first):
                     continue
-                if is_built_in(parts[0]):
+                if first in taken:
+                    imports.hidden[module] = path
                     continue
-                if parts[0] in taken:
-                    imports.hidden[module] = found
-                    continue
-                imports.used[module] = found
-                if found.suffix == ".py":  # of what is compiled, imports are not known
-                    is_package = found.parent == path
-                    to_read.append((found, module if is_package else ".".join(parts[: k - 1])))
+                imports.used[module] = path
+                if path.suffix == ".py":  # of what is compiled, imports are not known
+                    above, _, _ = module.rpartition(".")
+                    to_read.append((path, module if path.stem == "__init__" else above))
     hidden = {
         module: path for module, path in imports.hidden.items() if is_meant(module, path, names)
     }
     return imports._replace(hidden=hidden)
+
+
+def find_modules(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """Yield the modules below a folder that are loaded for a name, and their files: a for a.b."""
+    for module in accumulate(name.split("."), "{}.{}".format):
+        if path := file_of_module(folder.joinpath(*module.split("."))):
+            yield module, path
 
 
 def is_built_in(module: str) -> bool:

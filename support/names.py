@@ -100,19 +100,26 @@ def as_files(
     is_mixed = len({path.startswith(os.sep) for path in found}) > 1
     plain = os.path.abspath if is_mixed else without_dots
     by_path = {plain(path): class_and_split for path, class_and_split in found.items()}
-    folders = {folder: Path(folder) for folder in {os.path.split(path)[0] for path in by_path}}
-    root = common_folder(folders.values())
-    places: dict[tuple[str, str], Place] = {}  # many files lie in one folder
+    rows = [(path, *os.path.split(path), *x) for path, x in by_path.items()]
+    places = find_places({(folder, name) for _, folder, _, name, _ in rows}, class_words)
     files = []
-    for path, (class_name, split) in by_path.items():
-        folder, file_name = os.path.split(path)
-        if (folder, class_name) not in places:
-            place = place_of(folders[folder], class_name, root, class_words)
-            places[folder, class_name] = place
+    for path, folder, file_name, class_name, split in rows:
         stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
         words = [word for word in words_of(stem) if word not in class_words]
         files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
     return files
+
+
+def find_places(
+    found: Collection[tuple[str, str]], class_words: Collection[str]
+) -> dict[tuple[str, str], Place]:
+    """Return a place for each folder and name of a class; many files lie in one."""
+    folders = {folder: Path(folder) for folder, _ in found}
+    root = common_folder(folders.values())
+    return {
+        (folder, class_name): place_of(folders[folder], class_name, root, class_words)
+        for folder, class_name in found
+    }
 
 
 def without_dots(path: str) -> str:
@@ -125,7 +132,7 @@ def common_folder(folders: Collection[Path]) -> Path:
     return Path(os.path.commonpath(folders)) if folders else Path()
 
 
-def place_of(folder: Path, class_name: str, root: Path, class_words: frozenset[str]) -> Place:
+def place_of(folder: Path, class_name: str, root: Path, class_words: Collection[str]) -> Place:
     """Return a folder below `root`, in which images of a class are, as a place."""
     class_folder = folder_of_class(folder, class_name, root)
     inner = folder.relative_to(class_folder)
@@ -160,8 +167,8 @@ def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
     >>> sorted(meanings_of(Path("cat/TestMasks"), [])), [*meanings_of(Path("gt"), ["ford", "gt"])]
     (['mask', 'test'], [])
     """
-    words = {*words_of(folder.name)} & NO_CLASS.keys() - {*class_words}
-    return frozenset(NO_CLASS[word] for word in words)
+    words = [word for word in words_of(folder.name) if word not in class_words]
+    return frozenset(NO_CLASS[word] for word in words if word in NO_CLASS)
 
 
 # --- what is told --------------------------------------------------------------------------------
