@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -93,16 +94,19 @@ def test_a_process_that_is_alone_is_the_first_whatever_is_left_of_a_rank(
     assert count_processes() == 1 and is_first_process()
 
 
-def together(line: str) -> list[ForkProcess]:
-    """The same command line in two forked processes, with the variables that torchrun sets."""
+def together(line: str, other: str | None = None) -> list[ForkProcess]:
+    """The same command line in two forked processes, with the variables that torchrun sets.
+
+    `other`: that of the second process, where it is another one.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     group["GLOO_SOCKET_IFNAME"] = "lo"
     return [
-        start(partial(run_and_leave, line), Path(f"said-{i}"), RANK=i, LOCAL_RANK=i, **group)
-        for i in ("0", "1")
+        start(partial(run_and_leave, own), Path(f"said-{i}"), RANK=i, LOCAL_RANK=i, **group)
+        for i, own in (("0", line), ("1", other or line))
     ]
 
 
@@ -217,6 +221,20 @@ def test_what_is_wrong_is_told_by_all_before_any_work(pretrained: Path) -> None:
     for more, told in [("--out mine", "holds thesis.tex"), ("--p-batch 1 --out b", "--p-batch 1")]:
         assert ends(together(f"{line} {more}")) == [2, 2]
         assert all(told in text for text in said())
+
+
+@pytest.mark.parametrize(
+    ("command", "one", "two"),
+    [(align_line, "--seed 0", "--seed 1"), (finetune_line, "--lr 1e-2", "--lr 3e-2")],
+)
+def test_processes_of_one_group_with_a_run_each_are_refused_by_all(
+    pretrained: Path, command: Callable[..., str], one: str, two: str
+) -> None:
+    """They would add up gradients of different runs, and one of these would never be written."""
+    line = command(pretrained)
+    assert ends(together(f"{line} {one} --out a", f"{line} {two} --out b"), 60) == [2, 2], said()
+    assert all("the 2 processes of this group share each batch of one run" in x for x in said())
+    assert not Path("a").exists() and not Path("b").exists()
 
 
 def test_warnings_are_told_by_the_first_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
