@@ -271,8 +271,8 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
         if not seen.by_content:
             how = f"was trained on images with the class and name of {what}"
         as_before = (
-            f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset} as they"
-            " were"
+            f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset}, or of"
+            " a run before it, as they were"
         )
         if info.dataset == "own":  # no seed of the program has split them
             as_before = "the splits that its script handed over"

@@ -563,5 +563,5 @@ def test_the_same_files_by_name_and_from_a_script_are_comparable(
     pixels = torch.rand(6, 3, 8, 8, generator=rng(0))
     part = Split(pixels, torch.tensor([0, 1] * 3))
     finetune(own, tmp_path / "memory", task=Task("own", part, part, part, ["cat", "dog"]))
-    with pytest.raises(UsageError, match=r"\(in memory, images are not known as those of files\)"):
+    with pytest.raises(UsageError, match=r"\(in memory, images are known otherwise than those"):
         evaluate([tmp_path / "named", tmp_path / "memory"])

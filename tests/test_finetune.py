@@ -548,6 +548,8 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     (runs / "s2" / "result.json").unlink()
     with pytest.raises(UsageError, match=r"s2: is no finished align or finetune run; give one"):
         tune(weights, tmp_path / "out", start=runs / "s2", rank=4)
+    with pytest.raises(UsageError, match=r"is no finished .*; give a run in it, such as .*/s10$"):
+        find_adapters(runs)  # as `predict` does, of a folder of runs
     assert not (tmp_path / "out").exists()
 
 
