@@ -261,7 +261,7 @@ def test_a_network_and_its_moving_average_are_refused_with_their_places(
     state = official_layout("vit_mini")
     content = {"epoch": 3, trained: {k: x + 1 for k, x in state.items()}, average: state}
     torch.save(content, tmp_path / "w.pth")
-    told = rf"holds 2 networks, below \['{trained}', '{average}'\]; with .*, save (\{{.*\}}) alone"
+    told = rf"holds networks below \['{trained}', '{average}'\]; with .*, save (\{{.*\}}) alone"
     with pytest.raises(UsageError, match=told) as refused:
         load(weights=tmp_path / "w.pth")
     remedy = re.search(told, str(refused.value))

@@ -542,7 +542,7 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     with pytest.raises(UsageError, match=r"s2: is no finished .* its own command goes on with it"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
     (runs / "s2" / "config.json").write_text('{"command": "pretrain"}')
-    with pytest.raises(UsageError, match=r"s2: is a pretrain run, which has no adapter; give a f"):
+    with pytest.raises(UsageError, match=r"s2: is a pretrain run, which has no adapter; give al"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
     (runs / "s2" / "config.json").unlink()
     (runs / "s2" / "result.json").unlink()

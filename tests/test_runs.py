@@ -651,12 +651,12 @@ def test_a_folder_that_a_desktop_has_looked_at_is_empty(tmp_path: Path) -> None:
 
 def test_a_log_that_is_written_beside_a_run_is_nothing_else(tmp_path: Path) -> None:
     """As `2>&1 | tee OUT/log.txt`, a cluster and git have it; a folder of that name is a class."""
-    for name in ("log.txt", "nohup.out", "7.err", "README.md", ".gitkeep"):
+    for name in ("log.txt", "nohup.out", "7.err", ".gitkeep"):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_text("said")
     begin(tmp_path / "out")
-    (tmp_path / "classes/no.md").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"holds no\.md, no run"):
+    (tmp_path / "classes/no.txt").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"holds no\.txt, no run"):
         begin(tmp_path / "classes")
 
 
