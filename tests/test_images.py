@@ -156,6 +156,18 @@ def test_more_than_8_bits_are_refused_whatever_the_colours(tmp_path: Path, name:
         data.read_image(tmp_path / name)
 
 
+@pytest.mark.parametrize(("sample_format", "is_signed"), [(1, False), (2, True)])
+def test_signed_numbers_are_refused(tmp_path: Path, sample_format: int, is_signed: bool) -> None:
+    """As of an index of plants: Pillow would make a white 255 of -1, beside a black 0."""
+    file = tmp_path / "index.tif"
+    Image.new("L", (2, 2), 255).save(file, tiffinfo={339: sample_format})
+    if is_signed:
+        with pytest.raises(data.ImageError, match=r"index.tif: .*signed, save it with 8 bits from"):
+            data.read_image(file)
+    else:
+        assert read(file).min() == 255
+
+
 def test_a_ppm_file_is_scaled_by_its_own_white(tmp_path: Path) -> None:
     (tmp_path / "a.ppm").write_bytes(b"P6 1 1 100\n" + bytes([100, 50, 0]))
     assert read(tmp_path / "a.ppm")[0, 0].tolist() == [255, 128, 0]  # 127.5 is rounded up
@@ -243,6 +255,19 @@ def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
     with data.overheard() as words:
         subprocess.run(["sh", "-c", "echo another >&2"], check=True)
     assert words == [] and capfd.readouterr().err == "another\n"
+
+
+def test_a_file_that_was_replaced_is_heard_anew(tmp_path: Path, caplog: Any) -> None:
+    """In a notebook; a whole JPEG in the place of a damaged one is decoded as in a new process."""
+    path, whole = tmp_path / "a.jpg", tmp_path / "whole.jpg"
+    noise = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(whole)
+    told = []
+    for content in (spoilt_jpeg(), spoilt_jpeg(), whole.read_bytes()):
+        path.write_bytes(content)
+        data.check_readable([path])
+        told.append(len(caplog.messages))
+    assert told == [1, 2, 2] and path not in data.NOISY
 
 
 def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from quilts import quilts
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
@@ -246,6 +247,18 @@ def test_images_that_cannot_be_read_are_named_and_the_others_classified(
         file.write_bytes(b"no image")
     said = refusal("predict f unknown", 1)
     assert all(f"{file}: cannot be read" in said for file in files)
+
+
+def test_each_upload_under_one_name_is_told_of(
+    photos: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server saves each picture as the same file, and asks `predict` in one process."""
+    shades = [Image.new("L", (32, 32), 80 * k) for k in range(3)]
+    for first, second in (shades[:2], shades[1:]):
+        first.save("upload.png", save_all=True, append_images=[second])
+        caplog.clear()
+        predict(Path("f"), [Path("upload.png")])
+        assert "upload.png: is taken as it is, but its decoder warns (it has 2 p" in caplog.text
 
 
 def warnings_of(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> list[str]:
