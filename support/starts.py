@@ -337,16 +337,18 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
     doubts = []
     if info.seen_images is not None and found < info.seen_images:  # older adapters lack the number
         doubts.append(
-            f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset}) are"
-            " found here, by content or by class and name. If others are here, too, renamed and"
-            " changed, it is not known whether θ has seen the test images"
+            f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset})"
+            f" {'is' if found == 1 else 'are'} found here, by content or by class and name. If"
+            " others are here, too, renamed and changed, it is not known whether θ has seen the"
+            " test images"
         )
     if by_name_alone:
         unlike = "and not its content. That is well if they were converted"
         if not knows_contents(task, info):
             unlike = f"and {NOT_READ}. That is well if they are the same images"
+        have = "an image here has" if by_name_alone == 1 else f"{by_name_alone} images here have"
         doubts.append(
-            f"{by_name_alone} images here have the class and name of one that θ was trained on"
+            f"{have} the class and name of one that θ was trained on"
             f" ({info.dataset}), {unlike}; if the files were numbered anew, θ may have seen the"
             " test images"
         )
@@ -402,8 +404,9 @@ def find_seen(task: Task, info: AdapterInfo) -> Seen:
         content = "θ has not seen their content; if they were converted since, it is not known"
         if not knows_contents(task, info):
             content = f"{NOT_READ.capitalize()}, nor whether θ has seen them"
+        have = "a test image has" if unclear == 1 else f"{unclear} test images have"
         doubts.append(
-            f"{unclear} test images have the name of a training image, too, such as train/cat/1.jpg"
+            f"{have} the name of a training image, too, such as train/cat/1.jpg"
             f" and test/cat/1.jpg. {content}"
         )
     return Seen(found, by_content, doubts)

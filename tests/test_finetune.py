@@ -34,7 +34,14 @@ from bisslight import Diverged
 from config import FinetuneConfig, Record
 from evaluate import evaluate, read_arm
 from finetune import best_epoch, choose_rate, finetune
-from support.adapters import find_adapters, load_adapter, save_adapter
+from support.adapters import (
+    count_training_images,
+    find_adapters,
+    know_training_images,
+    load_adapter,
+    name_images,
+    save_adapter,
+)
 from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
@@ -1061,6 +1068,56 @@ def test_files_that_were_numbered_anew_are_known_by_name_alone_and_told(
     (told,) = [line for line in outcome.err.splitlines() if line.startswith("--from")]
     assert told.startswith("--from: 36 images here have the class and name of one that θ")
     assert told.endswith("if the files were numbered anew, θ may have seen the test images")
+
+
+def test_files_of_several_patients_with_the_same_names_are_counted_and_known_by_content(
+    tmp_path: Path,
+) -> None:
+    """P0/slice_0.png, P1/slice_0.png and so on, with the classes of a table.
+
+    What the adapter keeps says how many pictures they are. New patients, whose slices have these
+    names, too, are not refused; the same files are.
+    """
+    noise = np.random.default_rng(0)
+
+    def split(patients: range, place: str = "P{}/slice_{}.png") -> data.Split:
+        files = [tmp_path / place.format(k, i) for k in patients for i in range(3)]
+        for file in files:
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                Image.fromarray(noise.integers(0, 256, (8, 8), np.uint8)).save(file)
+        return data.Split(files, torch.tensor([k % 2 for k in patients for _ in range(3)]))
+
+    task = data.Task("own", split(range(8)), split(range(8, 10)), split(range(10, 12)), ["a", "b"])
+    info = AdapterInfo(
+        dataset="own", seen=know_training_images(task), seen_images=count_training_images(task)
+    )
+    assert info.seen_images == 30
+    exported = split(range(2), "scan{}-{}.png")  # as if changed: θ has seen these patients
+    again = data.Task("own", split(range(2, 8)), split(range(8, 10)), exported, ["a", "b"])
+    assert find_seen(again, info).images == []
+    (doubt,) = doubt_what_is_missing(again, info)
+    assert doubt.startswith("24 of the 30 images that θ was trained on")
+    new = task._replace(
+        train=split(range(20, 24)), val=split(range(24, 26)), test=split(range(26, 28))
+    )
+    (doubt,) = doubt_what_is_missing(new, info)
+    assert find_seen(new, info).images == []
+    assert doubt.startswith("no image here has the name or content of one")
+    assert len(find_seen(again._replace(test=split(range(2))), info).images) == 6
+
+
+def test_all_images_that_are_known_by_their_names_alone_are_counted(tmp_path: Path) -> None:
+    """An adapter of an older version may keep a name that several images have."""
+    for k in range(4):
+        (tmp_path / f"P{k}").mkdir()
+        Image.new("L", (8, 8), k).save(tmp_path / f"P{k}/view.png")
+    parts = [data.Split([tmp_path / f"P{k}/view.png"], torch.tensor([0])) for k in range(4)]
+    older = AdapterInfo(dataset="own", seen=frozenset(name_images(parts[0], ["a"])))
+    (doubt,) = doubt_what_is_missing(data.Task("own", *parts[1:], ["a"]), older)
+    assert doubt.startswith("3 images here have the class and name of one")
+    alone = data.Task("own", parts[1], parts[1], parts[1], ["a"])
+    assert doubt_what_is_missing(alone, older)[0].startswith("an image here has the class and name")
 
 
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(
