@@ -59,7 +59,7 @@ Seconds = dict[str, float]  # by the name of what takes them
 VAL_BATCH = 256  # images
 MOST_STEPS = 20  # so many steps are timed, after a first one that warms up
 LONG_ENOUGH = 3.0  # seconds; once the timed steps took so long together, no more are taken
-LONG_STEP = 5.0  # seconds; on a CPU, a longer step is reckoned from one with a few images
+MOST_WORK = 1e11  # numbers x patches x images of the largest steps that are timed on a CPU
 MOST_NUMBERS = 100e6  # with random weights on a CPU, a larger backbone is not tried out
 A_DAY = 24 * 3600.0  # seconds
 RATE = 1e-9  # the learning rate of the timed steps, so small that nothing diverges
@@ -108,7 +108,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     if is_too_large(count_numbers_of_vit(cfg.arch()), device):
         return found | {"about": not_tried("this network")}
     time_steps = partial(time_pretraining, cfg, pool, device)
-    seconds, how = reckon(time_steps, cfg.batch, device, few=8)
+    seconds, how = reckon(time_steps, cfg.arch(), cfg.batch, device)
     steps_left = cfg.epochs * epoch_steps - done
     left = steps_left * seconds["training step"]
     return found | tell_times(seconds, left, how, cfg.backbone, device)
@@ -358,7 +358,7 @@ def tell_duration(seconds: float) -> str:
     ('42 seconds', '10 minutes', '25.0 hours', '10 days')
     """
     if seconds < 120:
-        return f"{seconds:.0f} seconds"
+        return count(max(1, round(seconds)), "second")
     if seconds < 7200:
         return f"{seconds / 60:.0f} minutes"
     if seconds < 2 * A_DAY:
@@ -518,8 +518,9 @@ def estimate_align(experiment: Alignment, done: int | None, has_weights: bool) -
         set_random_weights(experiment.networks)
     cfg, device = experiment.cfg, experiment.device
     images = len(experiment.task.train.targets)
-    smallest_batch = min(cfg.p_batch, cfg.d_batch, images)
-    seconds, how = reckon(partial(time_align, experiment), smallest_batch, device)
+    largest_batch = max(cfg.p_batch, min(cfg.d_batch, images))
+    arch = experiment.networks.arch
+    seconds, how = reckon(partial(time_align, experiment), arch, largest_batch, device)
     left = seconds_of_align(cfg, seconds, images, done)
     found = tell_times(seconds, left, tell_random(has_weights) + how, cfg.backbone, device)
     if device.type == "cuda" and cfg.mfac_device == "same":
@@ -538,34 +539,36 @@ def estimate_finetune(experiment: Tuning, trials: int, tests: int, has_weights: 
     if not has_weights:
         set_random_weights(experiment.networks)
     cfg, device, task = experiment.cfg, experiment.device, experiment.task
-    smallest_batch = min(cfg.batch, len(task.train.targets))
-    seconds, how = reckon(partial(time_finetune, experiment), smallest_batch, device)
+    batch = min(cfg.batch, len(task.train.targets))
+    arch = experiment.networks.arch
+    seconds, how = reckon(partial(time_finetune, experiment), arch, batch, device)
     left = seconds_of_finetune(cfg, seconds, task.sizes(), trials, tests)
     return tell_times(seconds, left, tell_random(has_weights) + how, cfg.backbone, device)
 
 
 def reckon(
-    time_steps: Callable[[float], Seconds], smallest: int, device: torch.device, few: int = 2
+    time_steps: Callable[[float], Seconds], arch: Arch, batch: int, device: torch.device
 ) -> tuple[Seconds, str]:
     """Return the seconds of whole steps, and a text: how they were reckoned, "" if just timed.
 
-    On a CPU, steps with few images are timed first. If these say that a whole step would take more
-    than LONG_STEP, none is taken, and the seconds are those of the few images, multiplied.
+    On a CPU, a step of a large network would take minutes, and may need more memory than there is.
+    So the steps that are timed have as many images as make MOST_WORK. With fewer, most of the time
+    would be what a step takes with any number of images, and it would be multiplied, too.
 
     Args:
         time_steps: called with a share of each batch, it times steps with so many images, and
             returns what whole ones take.
-        smallest: images in the smallest batch of a step.
+        arch: the sizes of the network.
+        batch: images in the largest batch of a step.
         device: where the network is.
-        few: how many images are timed first. Where all weights are trained, two would not do: the
-            optimiser's part of a step takes as long for any number of images, and would be
-            multiplied, too.
     """
-    if device.type == "cpu" and smallest > few:
-        seconds = time_steps(few / smallest)
-        if max(value for name, value in seconds.items() if name.endswith("step")) > LONG_STEP:
-            return seconds, f", reckoned from steps with {few} of {smallest} images"
-    return time_steps(1.0), ""
+    share = 1.0
+    if device.type == "cpu":
+        patches = (arch.image_size // arch.patch_size) ** 2
+        share = min(1.0, MOST_WORK / (count_numbers_of_vit(arch) * patches * batch))
+    images = images_of_share(batch, share)
+    how = f", reckoned from steps with {images} of {batch} images" if images < batch else ""
+    return time_steps(share), how
 
 
 def images_of_share(batch: int, share: float) -> int:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from extras.plan import (
     count_trials,
     describe_length,
     describe_network,
+    images_of_share,
     median_seconds,
     reckon,
     seconds_of_align,
@@ -79,7 +79,7 @@ def test_the_network_is_built_without_its_numbers() -> None:
 
 def test_times_are_for_people() -> None:
     assert [tell_duration(seconds) for seconds in (1, 600, 36_000)] == [
-        "1 seconds", "10 minutes", "10.0 hours"
+        "1 second", "10 minutes", "10.0 hours"
     ]  # fmt: skip
 
 
@@ -169,24 +169,37 @@ def test_steps_are_taken_for_3_seconds_or_20_times() -> None:
         assert clock.steps == taken
 
 
-def test_a_long_step_on_a_cpu_is_reckoned_from_two_images() -> None:
-    """A step of 64 images takes 32 times as long as one of 2: more than 5 seconds, or less."""
+@pytest.mark.parametrize(
+    ("network", "batch", "device", "images"),
+    [
+        ("vit_mini", 256, "cpu", 256),
+        ("vit_b16", 64, "cpu", 6),
+        ("vit_l16", 64, "cpu", 2),
+        ("vit_l16", 64, "meta", 64),
+    ],
+)
+def test_a_large_step_on_a_cpu_is_reckoned_from_as_many_images_as_are_little_work(
+    network: str, batch: int, device: str, images: int
+) -> None:
+    """ViT-B has 85.8 million numbers and 196 patches, ViT-L 303: 1e11 is work for 5.9 and 1.7."""
     shares: list[float] = []
 
-    def time_steps(whole: float, share: float) -> dict[str, float]:
+    def time_steps(share: float) -> dict[str, float]:
         shares.append(share)
-        return {"training step": whole + (0.5 if share < 1 else 0), "validation": 1000.0}
+        return {"training step": 7.0}
 
-    for whole, device, expected, how in (
-        (6.0, "cpu", 6.5, "2 of 64 images"), (4.0, "cpu", 4.0, ""), (6.0, "meta", 6.0, "")
-    ):  # fmt: skip
-        seconds, told = reckon(partial(time_steps, whole), 64, torch.device(device))
-        assert seconds["training step"] == expected
-        assert how in told and bool(how) == bool(told)
-    assert shares == [1 / 32, 1 / 32, 1.0, 1.0]
-    whole = 6.0
-    _, told = reckon(partial(time_steps, whole), 64, torch.device("cpu"), few=8)
-    assert "8 of 64 images" in told and shares[-1] == 1 / 8
+    seconds, told = reckon(time_steps, BACKBONES[network], batch, torch.device(device))
+    assert seconds == {"training step": 7.0}
+    assert [images_of_share(batch, share) for share in shares] == [images]
+    whole = images == batch
+    assert told == ("" if whole else f", reckoned from steps with {images} of {batch} images")
+
+
+def test_the_network_of_timm_that_has_five_million_numbers_is_timed_with_whole_steps() -> None:
+    """ViT-tiny, whose step of two images takes nearly as long as one of 57 on a busy CPU."""
+    tiny = Arch(dim=192, depth=12, heads=3)
+    _, told = reckon(lambda share: {"share": share}, tiny, 64, torch.device("cpu"))
+    assert told == ""
 
 
 def test_the_seconds_of_an_align_run_are_those_of_all_that_it_does() -> None:
