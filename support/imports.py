@@ -96,13 +96,14 @@ def is_meant(module: str, path: Path, names: Iterable[str]) -> bool:
     """Whether import statements may mean the file of a module: it has a name that they ask for.
 
     `names` are as of `names_imported`. A data.py of another script, in which "rng" is no word, is
-    not what `from data import rng` means. Where only `import data` asks for it, it may be.
+    not what `from data import rng` means. Where only `import data` asks for it, or `from data
+    import *`, it may be.
     """
     start = f"{module}."
     asked = {name.removeprefix(start).split(".")[0] for name in names if name.startswith(start)}
     text = path.read_bytes().decode(errors="replace")
     words = {*re.findall(r"\w+", text)}
-    return not asked or not asked.isdisjoint(words) or "import *" in text
+    return asked <= {"*"} or not asked.isdisjoint(words) or "import *" in text
 
 
 def file_of_module(path: Path) -> Path | None:
@@ -258,13 +259,16 @@ def check_loaded(file: Path) -> None:
     for name, path in (imports.used | imports.hidden).items():
         taken = file_taken_by_python(name)
         if name in imports.hidden:
+            if taken is None:  # a/b.py, where the module that Python takes as a has no b
+                name, _, _ = name.partition(".")
+                taken = file_taken_by_python(name)
             is_well = taken is not None and taken.read_bytes() == path.read_bytes()
         else:
             is_well = taken is None or taken.resolve() == path.resolve()
         if not is_well:
             raise UsageError(
-                f"--pretext {file}: imports {path}, but Python takes {taken or 'its own module'},"
-                " of the same name; rename one of them, or run each in a process of its own"
+                f"--pretext {file}: imports {path}, but Python takes {taken or 'its own module'}"
+                f" as {name}; rename one of them, or run each in a process of its own"
             )
 
 

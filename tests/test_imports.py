@@ -133,7 +133,8 @@ def test_an_own_copy_of_a_module_of_the_program_or_of_python_is_refused_once_it_
         copy = Path(shutil.copy(str(module.__file__), tmp_path))
         assert run_file(tmp_path / "task.py")["features"] is lora.features
         copy.write_text(copy.read_text() + "\n# changed\n")
-        with pytest.raises(UsageError, match=rf"imports {copy}, but .*{module.__file__}, .*rename"):
+        told = rf"imports {copy}, but .*{module.__file__} as {module.__name__}; rename"
+        with pytest.raises(UsageError, match=told):
             run_file(tmp_path / "task.py")
         copy.unlink()
 
@@ -147,6 +148,7 @@ def test_an_own_copy_of_a_module_of_the_program_or_of_python_is_refused_once_it_
         ("from data import rng", "data/__init__.py", "def load(): pass", False),
         ("from data import rng", "data/load.py", "def rng(): pass", False),
         ("from data import rng", "data/rng.py", "", True),
+        ("from data import *", "data.py", "def load(): pass", True),
         ("import data", "data.py", "def load(): pass", True),
         ("def f():\n    import data", "data.py", "def load(): pass", True),
         ("from types import SimpleNamespace", "types.py", "Weight = float", False),
@@ -169,6 +171,20 @@ def test_an_own_file_that_the_import_cannot_mean_is_no_reason_to_refuse(
         check_loaded(tmp_path / "task.py")
         run_file(tmp_path / "task.py")
         leave_earlier_files()
+
+
+def test_a_file_in_a_package_of_ones_own_is_told_what_python_takes_as_the_package(
+    tmp_path: Path,
+) -> None:
+    """This program's data.py has no module `loader`, so no file of that name is taken."""
+    write(tmp_path, {"task.py": "from data import loader\n", "data/loader.py": ""})
+    with pytest.raises(UsageError) as refused:
+        run_file(tmp_path / "task.py")
+    taken = Path(lora.__file__).with_name("data.py")
+    assert f"imports {tmp_path}/data/loader.py, but Python takes {taken} as data;" in str(
+        refused.value
+    )
+    leave_earlier_files()
 
 
 def test_a_compiled_module_is_in_the_digest_and_is_read_anew(tmp_path: Path) -> None:

@@ -433,6 +433,10 @@ class Later(Counts):
     def after_step(self, theta_P):
         self.state["teacher"] = theta_P.detach().clone()
 
+class Float(Counts):
+    def after_step(self, theta_P):
+        self.state["n"] = min(1.0, float(self.state["n"]) + 0.01)
+
 class Graph(Counts):
     def after_step(self, theta_P):
         self.state["n"] = self.state["n"] + theta_P.mean()
@@ -467,6 +471,7 @@ def test_a_state_that_a_task_sets_anew_goes_on_to_the_same_bits(pretrained: Path
         ("Grows", r"m in `state` was .* of shape \[3\] at the start and is .* shape \[5\] now"),
         ("Later", "teacher in `state` was not there at the start and is float32"),
         ("Graph", r"and is float32 of shape \[\] with gradients now.*under torch.no_grad\(\)$"),
+        ("Float", r"n in `state` is no tensor, but float; give torch\.tensor"),
         ("Number", r"n in `state` is no tensor, but int; give torch\.tensor"),
     ],
 )
