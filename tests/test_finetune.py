@@ -473,10 +473,12 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCapture
     assert "--lr" not in caplog.text
     assert choose_rate([ended(1e-3, 0, 66, 0.9), *tried[2:4]]) == 1e-3  # the first of equal ones
     caplog.clear()
-    assert choose_rate(tried[:4]) == 3e-3  # of two rates, each is the least or the largest
+    assert choose_rate(tried[:4]) == 3e-3  # of two rates, each is the lowest or the highest
     assert "--lr" not in caplog.text
-    assert choose_rate([*tried[:4], ended(1e-4, 0, 9)]) == 3e-3  # the largest of three
-    assert "0.003, is the least or largest of --lr" in caplog.text
+    assert choose_rate([*tried[:4], ended(1e-4, 0, 9)]) == 3e-3  # the highest of three
+    assert "0.003, is the highest of --lr: add higher ones" in caplog.text
+    assert choose_rate([*tried[:4], ended(3e-2, 0, 9), ended(1e-3, 2, 99)]) == 1e-3  # the lowest
+    assert "0.001, is the lowest of --lr: add lower ones" in caplog.text
     with pytest.raises(RunError, match="--lr"):
         choose_rate(tried[4:])
 
