@@ -36,6 +36,7 @@ from support.checkpoints import (
     check_timm,
     empty_networks,
     find_timm,
+    how_to_bring,
     load_backbone,
 )
 from support.experiment import (
@@ -240,7 +241,7 @@ def describe_weights(
     if cfg.backbone.startswith(TIMM):
         size = 4 * count_numbers(networks.backbone) / 1e6  # of float32
         told = f"timm's own, not in HF_HOME, to be fetched, about {size:.0f} MB"
-        return {"weights": f"{told}; without internet here, fetch them on another machine"}
+        return {"weights": f"{told}; {how_to_bring(cfg.backbone)}"}
     key = (cfg.backbone, cfg.pretext)
     return {"weights": f"{OFFICIAL_FILES[key]}, to be fetched, {SIZES[key]} MB"}
 

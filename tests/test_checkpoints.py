@@ -94,6 +94,13 @@ def test_a_place_that_cannot_be_written_is_named_with_two_remedies(tmp_path: Pat
     assert "--weights FILE" in str(raised.value) and "TORCH_HOME" in str(raised.value)
 
 
+def test_a_server_that_does_not_answer_is_told_in_words(tmp_path: Path) -> None:
+    """Nothing listens at port 1 of this machine."""
+    with pytest.raises(UsageError, match=r"nothing answers there; .*--weights FILE") as raised:
+        download("http://127.0.0.1:1/x.pth", tmp_path / "x.pth")
+    assert "Errno" not in str(raised.value)
+
+
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     theta, head = torch.randn(3, 512), init_head(32, 7, rng(3)) | init_norm(32)[0]
     origin = AdapterInfo(stage="align", rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})

@@ -302,4 +302,5 @@ def test_a_network_of_timm_says_whether_its_weights_are_here(
     monkeypatch.setattr("extras.plan.MOST_STEPS", 2)
     plan = json.loads(done(f"{line} --dry-run --json"))
     assert "not in HF_HOME, to be fetched, about 1 MB" in plan["weights"]
+    assert "/timm/test_vit.r160_in1k/" in plan["weights"] and "--weights FILE" in plan["weights"]
     assert "timed with random weights" in plan["about"]

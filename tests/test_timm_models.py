@@ -108,11 +108,20 @@ def test_weights_that_cannot_be_fetched_are_told_how_to_be_brought(
     assert hub.level == before
 
 
-@pytest.mark.parametrize("name", [NAME, "hf-hub:somebody/vit"])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (NAME, rf"/timm/{NAME}\.r160_in1k/\S+/model\.safetensors on another .* --weights FILE"),
+        ("hf-hub:somebody/vit", "files of somebody/vit on .* --backbone timm:local-dir:FOLDER"),
+    ],
+)
 def test_a_hub_that_does_not_answer_is_asked_once(
-    name: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    name: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """A server that hangs up counts the calls; nothing of them is on the screen."""
+    """A server that hangs up counts the calls; nothing of them is on the screen.
+
+    Told is what to fetch elsewhere, with its address, and the flag for it.
+    """
     calls: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -129,7 +138,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         )
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
         cfg = settings(weights=None, backbone=f"timm:{name}")
-        with pytest.raises(UsageError, match=rf"^--backbone timm:{name}: its weights .*--weights"):
+        with pytest.raises(UsageError, match=rf"^--backbone timm:{name}: its weights .*{remedy}$"):
             load(cfg)
     assert len(calls) == 1
     assert capfd.readouterr() == ("", "")
@@ -155,9 +164,14 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
     less = {name: x for name, x in state.items() if name != removed}
     smaller = state | {first: torch.ones(64, 3, 8, 8)}
     more = state | {"more": torch.ones(2)}
-    for other, named in ((less, removed), (smaller, first), (more, "more")):
+    sizes = r"\[64, 3, 8, 8\] there and \[64, 3, 16, 16\] in the network; give"
+    for other, named in (
+        (less, f"it lacks {removed}; give"),
+        (smaller, f"the shape of {first} is {sizes}"),
+        (more, "it has more, which is not in the network; give"),
+    ):
         save_file(other, "w.safetensors")
-        with pytest.raises(UsageError, match=named):
+        with pytest.raises(UsageError, match=f"does not fit this network: {named}"):
             load(settings())
 
 
