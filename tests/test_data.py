@@ -35,6 +35,7 @@ from data import (
     read_image,
     stream,
 )
+from support.checks import check_task
 from support.experiment import digests_of_data
 from support.results import are_of_same_images
 from support.runs import find_changes
@@ -262,10 +263,34 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
     [
         (
             ["a/1.png", "b/1.png", "c/1.txt"],
-            "class c has no image: .*no image for val of class a, b",
+            "class c has no image, but 1 .txt: .*no image for val of class a, b",
         ),
         (["1.png"], "two or more class folders"),
-        (["train/a/1.png", "train/b/1.png", "test/z/1.png"], "no image for train of class z"),
+        (
+            [
+                f"{place}/{k}.png"
+                for place in ("train/a", "train/b", "test/a", "test/z")
+                for k in "12"
+            ],
+            "no image for train of class z; put some into .*train; .* test of class b; put .*test$",
+        ),
+        # As competitions have it: images without labels, which `predict` classifies.
+        *(
+            (
+                [f"{place}/{k}.png" for place in ("train/a", "train/b", unlabelled) for k in "123"],
+                "^[^;]*test has 3 images, and none in a folder of a class; put them into .*/test/CL"
+                "ASS or, .* move .*test elsewhere: a fifth .* classifies the others$",
+            )
+            for unlabelled in ("test", "test/test")
+        ),
+        (
+            ["train/1.png", "test/a/1.png", "test/b/1.png"],
+            "^[^;]*train has 1 image, and none in a folder of a class; put them into [^;]*CLASS$",
+        ),
+        (
+            [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/1.heic", "z/2.heic"],
+            "^class z has no image, but 2 .heic: convert images to JPEG or PNG, or remove it",
+        ),
         (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
         (
             [f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"],
@@ -287,8 +312,17 @@ def test_wrong_folders_end_in_one_clear_line(
     make(tmp_path, *[name for name in files if name.endswith(".png")])
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         folder(tmp_path, 0)
+
+
+def test_letters_of_both_cases_are_two_classes(tmp_path: Path) -> None:
+    make(tmp_path, *[f"{letter}/{k}.png" for letter in "Aab" for k in range(3)])
+    if len([*tmp_path.iterdir()]) == 3:  # else the disk does not tell them apart
+        task = folder(tmp_path, 0)
+        assert task.classes == ["A", "a", "b"]
+        check_task(task)
 
 
 def test_what_systems_put_among_images_is_no_class_and_no_image(
