@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from toy import run
 
 import cli
-from config import BACKBONES, AlignConfig
+from config import BACKBONES, AlignConfig, Arch
 from data import rng
 from lora import init_head, init_norm
 from support.adapters import AdapterInfo, load_adapter, save_adapter
@@ -33,7 +33,11 @@ from support.errors import UsageError
 
 def official_layout(backbone: str) -> dict[str, Any]:
     """Random values under the official names of a full MAE file."""
-    arch = BACKBONES[backbone]
+    return random_tensors(BACKBONES[backbone])
+
+
+def random_tensors(arch: Arch) -> dict[str, Any]:
+    """The same of a network of other sizes."""
     state = {**build_vit(arch).state_dict(), **build_head(arch, "mae").state_dict()}
     return {k: torch.empty(v.shape).normal_(0, 0.02) for k, v in state.items()}
 
@@ -246,6 +250,19 @@ def test_settings_of_other_sizes_than_the_files_are_refused(weights: Path, tmp_p
             load(weights=tmp_path / "w.pth")
 
 
+def test_a_file_that_names_no_size_has_that_of_its_tensors(tmp_path: Path) -> None:
+    """As MAE's own code saves a network for larger images, or for smaller patches."""
+    for image_size, patch_size in ((28, 4), (16, 2), (16, 4)):
+        arch = BACKBONES["vit_mini"]._replace(image_size=image_size, patch_size=patch_size)
+        torch.save({"model": random_tensors(arch)}, tmp_path / "w.pth")
+        for given in ({}, {"image_size": image_size, "patch_size": patch_size}):
+            loaded = load(weights=tmp_path / "w.pth", **given)
+            assert loaded.arch == arch
+            assert loaded.backbone(torch.zeros(1, 3, image_size, image_size)).shape[-1] == 64
+        with pytest.raises(UsageError, match=f"^--image-size 32: .* have {image_size}; leave"):
+            load(weights=tmp_path / "w.pth", image_size=32)
+
+
 def test_a_file_that_is_no_checkpoint_is_told_what_one_is(tmp_path: Path) -> None:
     """None of torch's words are told, and nobody is sent to a flag that does not help."""
     picture = tmp_path / "picture.jpg"
@@ -288,6 +305,7 @@ def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
     told = "in the names of another program.*decoder.mask_token"
     hugging_face = {"vit.embeddings.cls_token": torch.ones(1), "decoder.mask_token": torch.ones(1)}
     alone = {"model": {"cls_token": torch.ones(1)}}
+    ijepa = {"encoder": state, "target_encoder": state, "predictor": state}
     for name, pretext, content, text in (
         ("pytorch_model.bin", "mae", hugging_face, told),
         ("model.safetensors", "mae", hugging_face, told),
@@ -295,6 +313,8 @@ def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
         ("mae_pretrain_vit_base.pth", "mae", alone, "no MAE decoder.*cls_token"),
         ("mae_visualize_vit_base.pth", "mae", hugging_face, "raw pixels"),
         ("vit.pth.tar", "ijepa", alone, "no target_encoder and predictor"),
+        ("run.pth", "mae", ijepa, "go with --pretext ijepa alone"),
+        ("run.pth", "task.py:Own", ijepa, "go with --pretext ijepa alone"),
         ("h14.pth.tar", "ijepa", {"encoder": {}, "predictor": {}}, "no target_encoder and pred"),
     ):
         save: Any = save_file if name.endswith("safetensors") else torch.save

@@ -17,6 +17,7 @@ from conftest import close
 from loopback import Handler, Server
 from quilts import quilts, quilts_pool
 from safetensors.torch import load_file, save, save_file
+from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, done, outside, refusal, save_by_class
 
 import lora
@@ -329,6 +330,46 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     # the export has a table of positions for 32 pixels, and comes back at this size
     again = load(settings(image_size=32, weights="f/export/timm/model.safetensors"))
     assert torch.equal(again.backbone.vit.pos_embed, merged.pos_embed)
+
+
+def test_an_export_of_a_run_on_an_export_is_timms_own_network_wherever_that_has_gone(
+    vit: Any, caplog: Any
+) -> None:
+    """It predicts what the run does, in timm itself and as a backbone; folders may have dots.
+
+    The first export is of another network than the name of its architecture says, and is moved.
+    """
+    peft = f"--image-size 32 --rank 2 --batch 40 {PEFT_STEPS} --quiet"
+    line = f"finetune --backbone timm:{NAME} --weights w.safetensors --dataset quilts {peft}"
+    done(f"{line} --out f")
+    done("export f --out v1.0")
+    place = Path("v1.0/timm/config.json")
+    content = json.loads(place.read_text())
+    content["model_args"]["class_token"] = True
+    place.write_text(json.dumps(content))
+    chain = timm.create_model(NAME, img_size=32, class_token=True, num_classes=0)
+    save_file(chain.state_dict(), "v1.0/timm/model.safetensors")
+    line = f"finetune --backbone timm:local-dir:v1.0/timm --dataset quilts {peft}"
+    done(f"{line} --out g")
+    Path("v1.0").rename("v2.0")
+    image = to_pil_image(torch.as_tensor(quilts(0)[1].test.images)[77])
+    image.save("image.png")
+    now = "--weights v2.0/timm/model.safetensors"
+    caplog.clear()
+    done(f"export g --out e {now}")
+    told = [text for text in caplog.messages if "is gone" in text]
+    assert told == [
+        "--backbone timm:local-dir:v1.0/timm: is gone; taken is the folder of --weights"
+    ]
+    (guess,) = json.loads(done(f"predict g image.png --json {now}"))["guesses"]
+    network: Any = timm.create_model("local-dir:e/timm", pretrained=True).eval()
+    about: Any = timm.data
+    transform = about.create_transform(**about.resolve_data_config(model=network))
+    probabilities = network(transform(image)[None]).softmax(1)[0].detach()
+    assert network.cls_token is not None
+    assert float(probabilities.max()) == pytest.approx(guess["probability"], abs=1e-5)
+    done(f"{line} {now} --seeds 2 --out g")  # the same run, with a seed more
+    done(f"finetune --backbone timm:local-dir:e/timm --dataset few_quilts {peft} --out h")
 
 
 @pytest.mark.slow
