@@ -27,7 +27,7 @@ from support.benchmarks import (
     omniglot_task,
     open_task,
     place_of,
-    say_no_name,
+    say_no_folder,
 )
 from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
@@ -62,7 +62,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         return check_omniglot(name)
     place = place_of(name, root)
     if not place.is_dir():
-        raise UsageError(f"{name}: there is no folder {place}, and {say_no_name(place.name)}")
+        raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out)
     holds, task, problems = open_as_a_run_does(name, place, pool, root, partial)

@@ -99,7 +99,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     look_at_pool(cfg.pool, pool)  # refuses images that cannot be read
     check_directory(out, define("pretrain", cfg, digests_of_pool(pool)), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)
-    found["length"] = f"{cfg.epochs} epochs of {count(epoch_steps, 'step')}"
+    found["length"] = f"{count(cfg.epochs, 'epoch')} of {count(epoch_steps, 'step')}"
     if is_finished(out):
         return found | {"about": NOTHING_LEFT}
     saved = read_checkpoint(cfg, out)
@@ -275,7 +275,7 @@ def describe_length(cfg: FinetuneConfig, images: int) -> str:
     """Return trials, epochs and steps of fine-tuning with so many labelled training images."""
     trials = count_trials(cfg)
     steps = math.ceil(images / cfg.batch)
-    length = f"{count(trials, 'trial')} of {cfg.epochs} epochs of {count(steps, 'step')}"
+    length = f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {count(steps, 'step')}"
     return f"{length}: {describe_trials(cfg)}"
 
 

@@ -190,7 +190,7 @@ def test_the_collector_is_on_again_when_a_command_runs(runs: Path) -> None:
 
 def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
     said = refusal("finetune --backbone vit_mini --dataset omniglot:Greek --lr 0.01 0.03")
-    assert "(0.03); several values of a flag are one word, such as --lr 0.01,0.03" in said
+    assert "(0.03); what belongs to a flag is one word: --lr 0.01,0.03 or --pool 'My ph" in said
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
         _, rest = process.communicate(timeout=60)
     assert process.returncode == code, rest
     assert "Traceback" not in rest and "\x1b" not in rest
-    assert "r: stopped and saved" in rest.splitlines()[-1]
+    assert re.search(r"r: stopped and saved after alternation \d+; ", rest.splitlines()[-1])
     assert Path("r/checkpoint.pt").exists()
 
 

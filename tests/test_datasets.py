@@ -7,6 +7,7 @@ import tarfile
 import textwrap
 import unicodedata
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ def test_a_download_is_verified_and_looked_through(
     for wrong in ("pet", "imagenet", "flowers"):
         with pytest.raises(UsageError, match=f"{wrong}: there is no folder"):
             check(wrong, root)
+
+
+def test_an_archive_is_told_to_be_unpacked(tmp_path: Path) -> None:
+    archive = tmp_path / "photos.zip"
+    archive.touch()
+    for look in (check, partial(open_task, seed=0)):
+        with pytest.raises(UsageError, match=r"photos\.zip is a file; give a folder, .* unpacked"):
+            look(str(archive), root=tmp_path)
 
 
 def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(

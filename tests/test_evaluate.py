@@ -493,6 +493,19 @@ def test_results_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     assert f"{run}/config.json: cannot be read (it does not say its data_sha256); give" in said
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)])
+def test_a_p_that_few_seeds_cannot_fall_below_is_told(n: int, m: int, tmp_path: Path) -> None:
+    """It is that of arms that do not overlap; 4 and 4 seeds, or 3 and 4, reach less than 0.05."""
+    low = finished(tmp_path / "low", [*range(10, 10 + n)])
+    high = finished(tmp_path / "high", [*range(50, 50 + m)])
+    result = evaluate([low, high])
+    compared = result.arms[1].first_minus_this
+    assert compared
+    said = f"high: with so few seeds, p cannot be less than {compared.p or 0:#.2g}"
+    assert (said in str(result)) == (compared.p is not None and compared.p > 0.05)
+    assert ("cannot be less" in str(result)) == (said in str(result))
+
+
 def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
     """Its ends are where the accuracy is 1.96 deviations of a binomial away from the measured."""
     told = evaluate([finished(tmp_path / "a", [40.0, 60.0], images=35)]).arms[0].interval()

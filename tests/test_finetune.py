@@ -154,11 +154,16 @@ def test_files_of_a_trial_that_are_copied_over_anothers_are_refused(
 
 
 def test_a_finished_run_is_only_read(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As on a disk that cannot be written; the test images are not scored again."""
+    """As on a disk that cannot be written; the test images are not scored again. It is told."""
     settings: Any = {"lr": (1e-3, 1e-2), "seeds": 2}
+    caplog.set_level("INFO", "bisslight")
     result = tune(weights, tmp_path / "run", **settings)
+    assert "was finished already" not in caplog.text
     out = (tmp_path / "run").rename(tmp_path / "moved")
     before = contents(out)
 
@@ -169,6 +174,7 @@ def test_a_finished_run_is_only_read(
     monkeypatch.setattr(program, "locked", refuse)
     monkeypatch.setattr(program.Experiment, "score", refuse)
     assert tune(weights, out, **settings) == result.model_copy(update={"out": str(out)})
+    assert f"{out}: was finished already; this is its result" in caplog.messages
     assert contents(out) == before
 
 
