@@ -16,6 +16,7 @@ from data import (
     Task,
     describe,
     find_images,
+    in_words,
     look_at_file,
     overheard,
     read_folder,
@@ -32,7 +33,7 @@ from support.benchmarks import (
 from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
-from support.names import find_doubtful_names, find_masks_in_pool
+from support.names import find_decomposed, find_doubtful_names, find_masks_in_pool
 
 
 class Check(BaseModel):
@@ -69,13 +70,13 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
     files = dict.fromkeys(found.images)  # as a set, but in order
-    if task:  # a class folder may be called c.jpg
+    if task:  # images beside class folders are left out, and a class folder may be called c.jpg
         class_of, _ = classes_and_parts(task)
-        files = dict.fromkeys([*(file for file in files if not file.is_dir()), *class_of])
+        files = dict.fromkeys(sorted(class_of, key=str))
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, looks) + find_doubtful_names(task)
+        problems += find_copies(task, looks) + find_doubtful_names(task) + find_decomposed(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS:
@@ -122,6 +123,9 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
                 holds = describe(task)
                 problems += faults
         else:
+            if not pool.images:
+                but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
+                problems.append(f"{place}: has no images{but}; put some there, or give another one")
             holds = [f"a pool, since there are no class folders; {holds[0]}", *holds[1:]]
     return Opened(holds, task, problems)
 

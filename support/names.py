@@ -21,6 +21,9 @@ MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "se
 COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rotated", "cropped"}
 COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
 MADE = MASKS | COPIES
+# Names of a folder that may hold what belongs to the images of all classes; mask alone is a class.
+FOLDERS_OF_MASKS = {"masks", "labels", "annotations", "segmentations", "gt", "groundtruth"}
+FOLDERS_OF_MASKS |= {"ground truth"}
 # Words that say what a file is, of which image it ever may be: those of masks and copies, of the
 # image itself, as in img_0.png beside mask_0.png, and the first one of ground_truth.
 ROLES = MADE | {word for word, meaning in NO_CLASS.items() if meaning == "image"}
@@ -178,12 +181,31 @@ def find_doubtful_names(task: Task) -> list[str]:
     """Return a line for each thing in names of files and folders that may make a number wrong."""
     files = files_of(task)
     return [
+        *find_class_of_masks(files, task.classes),
         *find_labels_of_other_folders(files, task.classes),
         *find_folders_in_classes(files, task.classes),
         *find_folders_in_two_parts(files),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
+    ]
+
+
+def find_class_of_masks(files: Iterable[ImageFile], classes: Iterable[str]) -> list[str]:
+    """Return a line if a folder such as masks/ is a class beside others, such as daisy/ and rose/.
+
+    Where another class has such a word in its name, as no_masks, masks are what is told apart.
+    """
+    named = [name for name in classes if not MASKS.isdisjoint(words_of(name))]
+    if len(named) != 1 or " ".join(words_of(named[0])) not in FOLDERS_OF_MASKS:
+        return []
+    folders = [file.place.class_folder for file in files if file.place.class_name == named[0]]
+    inside = [folder for folder in folders if folder.name == named[0]]
+    if not inside:
+        return []
+    return [
+        f"{named[0]} is a class here, with {len(inside)} image{'' if len(inside) == 1 else 's'}. If"
+        f" these belong to images of the others, move {inside[0]} out of the data set"
     ]
 
 

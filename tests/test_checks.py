@@ -1010,3 +1010,27 @@ def test_a_class_dragged_into_another_is_told(tmp_path: Path) -> None:
     photos_in(tmp_path / "films", films)
     first, _ = about_folders(tmp_path / "films")
     assert "class folders: 4, such as train/1/1 and train/1/2." in first
+
+
+@pytest.mark.parametrize(
+    ("folder_of_masks", "other", "is_told"),
+    [
+        ("masks", "rose", True),
+        ("Ground_Truth", "rose", True),
+        ("mask", "rose", False),  # faces with one, and without
+        ("masks", "no_masks", False),
+        ("labels", "labels_torn", False),
+    ],
+)
+def test_a_folder_of_masks_beside_classes_is_told(
+    tmp_path: Path, folder_of_masks: str, other: str, is_told: bool
+) -> None:
+    for kind in ("daisy", other, folder_of_masks):
+        for k in range(5):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            Image.new("L", (4, 4), k).save(tmp_path / kind / f"{kind}-{k}.png")
+    told = [line for line in find_doubtful_names(folder(tmp_path, 0)) if "is a class here" in line]
+    assert len(told) == is_told
+    if told:
+        assert told[0].startswith(f"{folder_of_masks} is a class here, with 5 images. If these")
+        assert told[0].endswith(f", move {tmp_path / folder_of_masks} out of the data set")

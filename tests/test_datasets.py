@@ -107,6 +107,22 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     assert len(check(f"{tmp_path}/alone", tmp_path).problems) == 3
 
 
+def test_a_folder_without_images_is_a_problem(tmp_path: Path) -> None:
+    (problem,) = check(f"folder:{tmp_path}", tmp_path).problems
+    assert problem == f"{tmp_path}: has no images; put some there, or give another one"
+    (tmp_path / "1.heic").touch()
+    (problem,) = check(f"{tmp_path}", tmp_path).problems
+    assert "has no images, but 1 .heic; put" in problem
+
+
+def test_images_beside_class_folders_are_no_part_of_what_is_checked(tmp_path: Path) -> None:
+    for k in range(5):
+        for kind in "ab":
+            drawn(tmp_path / kind / f"{k}.png", f"{kind}{k}")
+    drawn(tmp_path / "beside.png", "beside")
+    assert check(f"{tmp_path}", tmp_path).images == 10
+
+
 def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     for part, kinds in (("train", ("a", "b", "c1", "É")), ("test", ("a", "b", "C1"))):
         for kind in kinds:

@@ -56,6 +56,14 @@ def test_of_several_pages_the_first_is_taken_and_a_warning_says_how_many(tmp_pat
         assert (read(tmp_path / "two.png") == a).all()
 
 
+def test_the_pages_of_a_stack_that_imagej_describes_once_are_told(tmp_path: Path) -> None:
+    """Of more than 4 GB it writes but one directory."""
+    text = "ImageJ=1.53t\nimages=7\nslices=7\n"
+    Image.new("L", (4, 4)).save(tmp_path / "stack.tif", tiffinfo={270: text})
+    with pytest.warns(UserWarning, match="7 pages, the first"):
+        read(tmp_path / "stack.tif")
+
+
 @pytest.mark.parametrize(("mode", "samples"), [("RGB", 4), ("RGB", 5), ("L", 2)])
 def test_bands_that_are_not_taken_are_told(tmp_path: Path, mode: str, samples: int) -> None:
     """Near infrared, and more; by a TIFF file written by hand, of one pixel."""
