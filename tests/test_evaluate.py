@@ -17,7 +17,16 @@ from toy import photos_in, refusal
 
 from config import ALIGNED_RATES, RATES, FinetuneConfig
 from data import Split, Task, folder, rng
-from evaluate import NOT_COMPARED, SWITCHES, WORDS, Comparison, compare, evaluate, read_arm
+from evaluate import (
+    NOT_COMPARED,
+    SWITCHES,
+    WORDS,
+    Comparison,
+    compare,
+    evaluate,
+    in_words,
+    read_arm,
+)
 from finetune import finetune
 from support.errors import UsageError
 
@@ -330,6 +339,19 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
     assert both == "both: by several versions: bisslight 1; bisslight 2"
 
 
+@pytest.mark.parametrize(
+    ("dataset", "told"),
+    [("own", "own (1111aaaa, of mean and std, too)"), ("folder:/a", "folder:/a (1111aaaa)")],
+)
+def test_a_start_on_data_of_a_script_is_not_said_to_be_on_other_images_alone(
+    dataset: str, told: str
+) -> None:
+    """Its digest is another one where a script gives the same images another mean."""
+    start = {"origin": "tuned", "origin_dataset": dataset, "origin_data_sha256": "2:1111aaaa"}
+    run = {"dataset": dataset, "data_sha256": "2:2222bbbb"}
+    assert in_words("origin", start | run) == f"tuned, on {told}"
+
+
 def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwise(
     tmp_path: Path,
 ) -> None:
@@ -573,6 +595,12 @@ def test_the_same_files_by_name_and_from_a_script_are_comparable(
     finetune(own, tmp_path / "exchanged", task=Task("own", train, val, test, ["dog", "cat"]))
     with pytest.raises(UsageError, match=r"exchanged: not comparable, .*/photos; give"):
         evaluate([tmp_path / "named", tmp_path / "exchanged"])
+    shifted = task._replace(mean=(0.1,) * 3)
+    finetune(own, tmp_path / "shifted", task=shifted)
+    with pytest.raises(UsageError, match="its images, splits, mean, std or `uncut` of own are not"):
+        evaluate([tmp_path / "own", tmp_path / "shifted"])
+    with pytest.raises(UsageError, match=r"the task has other images, .*, mean, std or `uncut`;"):
+        finetune(own, tmp_path / "own", task=shifted)
     pixels = torch.rand(6, 3, 8, 8, generator=rng(0))
     part = Split(pixels, torch.tensor([0, 1] * 3))
     finetune(own, tmp_path / "memory", task=Task("own", part, part, part, ["cat", "dog"]))
