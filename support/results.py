@@ -249,7 +249,8 @@ def unit_of(trials: Sequence[TrialResult], origin: AdapterInfo) -> str:
         behind = ", on one align run" if aligned == 1 else f", on {aligned} align runs"
     if len({trial.seed for trial in trials}) == 1:
         before = before.replace(",", " and")
-        return f"{before}, with one seed of PEFT after it{behind}"
+        each = "each " if runs_between else ""
+        return f"{before}, with one seed of {each}PEFT after it{behind}"
     if runs_between:
         return f"{before} and last PEFT, with one seed of PEFT between them{behind}"
     return f"{before} and {after}{behind}"

@@ -276,16 +276,21 @@ def test_a_file_that_is_no_checkpoint_is_told_what_one_is(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("trained", "average"),
-    [("state_dict", "state_dict_ema"), ("model", "model_ema"), ("model", "teacher")],
+    [
+        ("state_dict", 0),
+        ("state_dict", "state_dict_ema"),
+        ("model", "model_ema"),
+        ("model", "teacher"),
+    ],
 )
 def test_a_network_and_its_moving_average_are_refused_with_their_places(
-    tmp_path: Path, trained: str, average: str
+    tmp_path: Path, trained: str, average: str | int
 ) -> None:
     """As timm and DeiT save both; the average alone, as the remedy says, is taken."""
     state = official_layout("vit_mini")
     content = {"epoch": 3, trained: {k: x + 1 for k, x in state.items()}, average: state}
     torch.save(content, tmp_path / "w.pth")
-    told = rf"holds networks below \['{trained}', '{average}'\]; with .*, save (\{{.*\}}) alone"
+    told = rf"holds networks below \['{trained}', {average!r}\]; with .*, save (\{{.*\}}) alone"
     with pytest.raises(UsageError, match=told) as refused:
         load(weights=tmp_path / "w.pth")
     remedy = re.search(told, str(refused.value))

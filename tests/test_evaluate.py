@@ -194,7 +194,7 @@ def test_one_seed_of_peft_after_all_align_runs_is_said(tmp_path: Path) -> None:
     ("earlier", "seeds", "unit"),
     [
         ([[0, 7], [0, 8]], (9, 10), "align run and last PEFT, with one seed of PEFT between them"),
-        ([[0, 7], [0, 8]], (9, 9), "align run, with one seed of PEFT after it"),
+        ([[0, 7], [0, 8]], (9, 9), "align run, with one seed of each PEFT after it"),
         ([[0, 7], [1, 8]], (9, 10), "align run, PEFT and PEFT anew"),
         ([[0, 7], [1, 8]], (9, 9), "align run and PEFT, with one seed of PEFT after it"),
         ([[0, 7], [1, 7]], (9, 10), "PEFT and PEFT anew, on one align run"),

@@ -249,6 +249,8 @@ def test_adapters_lie_where_they_were_trained_also_those_of_an_older_version(
     assert find_adapters(tmp_path) == expected
     with pytest.raises(UsageError, match="is a copy of an older version; give"):
         find_adapters(copy)
+    with pytest.raises(UsageError, match=r"result\.json: cannot be read .*; give an adapter of"):
+        load_adapter(find_adapters(tmp_path / "result.json")[0])
     expected[1].unlink()
     with pytest.raises(UsageError, match=r"s1/adapter\.safetensors is missing"):
         find_adapters(tmp_path)
