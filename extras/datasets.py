@@ -14,7 +14,6 @@ from data import (
     Pool,
     Split,
     Task,
-    describe,
     find_images,
     in_words,
     look_at_file,
@@ -33,7 +32,7 @@ from support.benchmarks import (
 from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
-from support.names import find_decomposed, find_doubtful_names, find_masks_in_pool
+from support.names import describe, find_decomposed, find_doubtful_names, find_masks_in_pool
 
 
 class Check(BaseModel):
@@ -41,7 +40,7 @@ class Check(BaseModel):
 
     name: str
     images: int  # how many were opened
-    holds: list[str]  # its classes with their counts, and what was left out, see `data.describe`
+    holds: list[str]  # its classes with their counts, and what was left out, see `names.describe`
     left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
 

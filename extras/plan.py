@@ -22,7 +22,7 @@ import data
 from align import Alignment, batches_left, prepare, probe
 from bisslight import Map, algorithm_1
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
-from data import Pool, Split, Task, describe, digests_of_pool
+from data import Pool, Split, Task, digests_of_pool
 from extras import pretrain
 from finetune import Tuning, choose_rate, make_optimiser, with_earlier
 from finetune import define as define_finetune
@@ -49,6 +49,7 @@ from support.experiment import (
     set_up_device,
 )
 from support.files import read_json
+from support.names import describe
 from support.optim import train_epochs
 from support.results import TrialResult
 from support.runs import LOG, REMEDY, Run, check_directory, define

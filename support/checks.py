@@ -5,6 +5,7 @@ Most of what is refused here would train, and give an accuracy that means someth
 
 import hashlib
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -28,7 +29,7 @@ from data import (
     find_lookalikes,
     size_of,
 )
-from support.names import Place, files_of, find_decomposed, find_doubtful_names, find_misnamed
+from support.names import find_decomposed, find_doubtful_names, find_misnamed, paths_of, places_of
 
 MOST_BYTES = 2**31  # of training files that are read to compare them: seconds on a local disk
 
@@ -72,16 +73,15 @@ def check_folders_of_labels(task: Task) -> None:
     number them in another order, or in the lack of one class. Where a folder has several labels, it
     may be no class, but a writer, a patient or a fold: see `find_labels_of_other_folders`.
     """
-    places_of = defaultdict[str, set[Place]](set)  # by split
-    for file in files_of(task):
-        if file.place.class_name:
-            places_of[file.split].add(file.place)
-    places = set[Place]().union(*places_of.values())
     names = {as_compared(name) for name in task.classes}
-    if not {as_compared(place.folder.name) for place in places} <= names:
+    paths = {path: found for path, found in paths_of(task).items() if found[0]}  # with a class
+    folders_of_files = {os.path.dirname(path) for path in paths}  # noqa: PTH120  # as text: fast
+    if not {as_compared(os.path.basename(folder)) for folder in folders_of_files} <= names:  # noqa: PTH119
         return
-    misnamed = find_misnamed(places, task.classes)
-    for of_split in places_of.values():
+    splits_of = places_of(paths, task.classes)
+    misnamed = find_misnamed(splits_of, task.classes)
+    for name in SPLITS:
+        of_split = [place for place, splits in splits_of.items() if name in splits]
         folders = {place.folder for place in of_split}
         wrong = [place for place in of_split if place in misnamed]
         if wrong and 1 < len(folders) == len(of_split):  # a place for each label of a folder

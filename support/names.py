@@ -1,4 +1,4 @@
-"""Program: what the names of image files and of their folders say, before a run trains on them.
+"""Program: what a data set holds, and what the names of its files and folders say, before a run.
 
 Masks, changed copies and parts of the data are known by such names alone, so they are told, not
 refused. Paths are texts here: of very many files, `pathlib` takes its time.
@@ -14,7 +14,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from data import MOST_SIZES, NO_CLASS, SPLITS, WORD, Split, Stored, Task, as_compared, words_of
+from data import (
+    MOST_SIZES,
+    NO_CLASS,
+    SPLITS,
+    WORD,
+    Pool,
+    Split,
+    Stored,
+    Task,
+    as_compared,
+    count_by_class,
+    in_words,
+    words_of,
+)
 
 # Words in a name that say that a mask or a copy was made of another image, as 0_mask.png of 0.png.
 MASKS = {*(word for word, meaning in NO_CLASS.items() if meaning == "mask"), "seg", "anno", "annot"}
@@ -37,8 +50,18 @@ class Place:
     folder: Path
     class_name: str  # "" where images have no class, or several
     class_folder: Path  # the folder of the class: this one or one above it
-    inner: Path  # the way from there to this one, such as "film 1"
+    inner: tuple[str, ...]  # the way from there to this one, such as ("film 1",)
     meanings: frozenset[str]  # what the words in its name mean, see `meanings_of`
+
+
+@dataclass(frozen=True, eq=False)
+class InnerFolder:
+    """A folder inside of a class folder, with all images in it and below."""
+
+    path: Path
+    key: tuple[str, tuple[str, ...]]  # its class, and the way to it, such as "cat" and ("film 1",)
+    splits: frozenset[str]  # those of its images
+    is_whole: bool  # whether it has all images of the class folder, as cat/images
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +72,7 @@ class ImageFile:
     place: Place
     stem: str  # its name without folders and ending
     ending: str
-    words: Sequence[str]  # those in its stem, but for words of class names
+    words: Sequence[str]  # those in its stem, but for words of its class's name
     split: str  # such as "train"; "" in a pool
 
 
@@ -61,18 +84,37 @@ Originals = dict[ImageFile, tuple[ImageFile, tuple[str, ...]]]
 
 
 def files_of(task: Task) -> list[ImageFile]:
-    """Return the image files of a task; images in memory have none.
+    """Return the image files of a task; images in memory have none."""
+    return as_files(paths_of(task), task.classes)
+
+
+def paths_of(task: Task) -> dict[str, tuple[str, str]]:
+    """Return the name of its class, and its split, of each image file by its path.
 
     A file in two splits has the last one of train, val and test.
     """
-    found: dict[str, tuple[str, str]] = {}  # by path: the name of the class, and the split
+    found: dict[str, tuple[str, str]] = {}
     for name in SPLITS:
         split: Split = getattr(task, name)
         if not isinstance(split.images, Tensor):
             labels = names_of_labels(split, task.classes)
             for file, label in zip(split.images, labels, strict=True):
                 found[str(file)] = label, name
-    return as_files(found, words_of_classes(task.classes))
+    return with_plain_paths(found)
+
+
+def places_of(
+    paths: Mapping[str, tuple[str, str]], classes: Iterable[str]
+) -> dict[Place, set[str]]:
+    """Return the places of image files, see `paths_of`, and the splits that their images are in.
+
+    This asks of folders alone, and takes less time than `files_of`.
+    """
+    found = defaultdict[tuple[str, str], set[str]](set)
+    for path, (class_name, split) in paths.items():
+        found[os.path.dirname(path), class_name].add(split)  # noqa: PTH120  # as text: fast
+    places = find_places(found, words_of_classes(classes))
+    return {places[key]: splits for key, splits in found.items()}
 
 
 def names_of_labels(split: Split, classes: Sequence[str]) -> list[str]:
@@ -84,33 +126,38 @@ def names_of_labels(split: Split, classes: Sequence[str]) -> list[str]:
 
 
 def words_of_classes(classes: Iterable[str]) -> frozenset[str]:
-    """Return all words in the names of classes.
-
-    They say nothing of masks and copies: where classes are called "rot" and "blau", rot_1.png is no
-    turned copy.
-    """
+    """Return all words in the names of classes."""
     return frozenset(word for name in classes for word in words_of(name))
 
 
-def as_files(
-    found: Mapping[str, tuple[str, str]], class_words: frozenset[str] = frozenset()
-) -> list[ImageFile]:
+def as_files(found: Mapping[str, tuple[str, str]], classes: Iterable[str] = ()) -> list[ImageFile]:
     """Return image files from their paths, each with the name of its class and its split.
+
+    Words of its class say nothing of a mask or a copy: where a class is called "rot", rot_1.png is
+    no turned copy. Where the class of an image is not known, the words of all `classes` are these.
+    """
+    class_words = words_of_classes(classes)
+    paths = with_plain_paths(found)
+    rows = [(path, *os.path.split(path), *x) for path, x in paths.items()]
+    places = find_places({(folder, name) for _, folder, _, name, _ in rows}, class_words)
+    own_words = {name: {*words_of(name)} if name else class_words for _, name in places}
+    files = []
+    for path, folder, file_name, class_name, split in rows:
+        stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
+        words = [word for word in words_of(stem) if word not in own_words[class_name]]
+        files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
+    return files
+
+
+def with_plain_paths(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return what was found by paths that can be compared.
 
     A path that a script may have given as cat/../cat/0.png is taken as cat/0.png. If some paths are
     absolute and others not, all become absolute.
     """
     is_mixed = len({path.startswith(os.sep) for path in found}) > 1
     plain = os.path.abspath if is_mixed else without_dots
-    by_path = {plain(path): class_and_split for path, class_and_split in found.items()}
-    rows = [(path, *os.path.split(path), *x) for path, x in by_path.items()]
-    places = find_places({(folder, name) for _, folder, _, name, _ in rows}, class_words)
-    files = []
-    for path, folder, file_name, class_name, split in rows:
-        stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
-        words = [word for word in words_of(stem) if word not in class_words]
-        files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
-    return files
+    return {plain(path): class_and_split for path, class_and_split in found.items()}
 
 
 def find_places(
@@ -138,7 +185,7 @@ def common_folder(folders: Collection[Path]) -> Path:
 def place_of(folder: Path, class_name: str, root: Path, class_words: Collection[str]) -> Place:
     """Return a folder below `root`, in which images of a class are, as a place."""
     class_folder = folder_of_class(folder, class_name, root)
-    inner = folder.relative_to(class_folder)
+    inner = folder.parts[len(class_folder.parts) :]
     return Place(folder, class_name, class_folder, inner, meanings_of(folder, class_words))
 
 
@@ -150,8 +197,10 @@ def folder_of_class(folder: Path, class_name: str, root: Path) -> Path:
     >>> folder_of_class(Path("photos/7/film 1/7"), "7", Path("photos")).as_posix()
     'photos/7'
     """
-    way = reversed(folders_below(root, folder))
-    return next((path for path in way if path.name == class_name), folder)
+    below = folder.parts[len(root.parts) :]
+    if class_name not in below[:-1]:
+        return folder
+    return folder.parents[len(below) - 2 - below.index(class_name)]
 
 
 def folders_below(top: Path, folder: Path) -> list[Path]:
@@ -174,6 +223,75 @@ def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
     return frozenset(NO_CLASS[word] for word in words if word in NO_CLASS)
 
 
+# --- what there is -------------------------------------------------------------------------------
+
+
+def describe(source: Task | Pool) -> list[str]:
+    """Return lines on a task or pool: its classes and counts, what was drawn and what left out.
+
+    >>> import torch
+    >>> split = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 0, 1]))
+    >>> describe(Task("own", split, split, split, ["daisy", "rose"], left_out={".heic": 2}))
+    ['2 classes, 9 images: daisy 6, rose 3; train 3, val 3, test 3', 'left out: 2 .heic']
+    """
+    if isinstance(source, Pool):
+        lines = [f"images without labels: {len(source.images)}"]
+    else:
+        inner = find_inner_folders(places_of(paths_of(source), source.classes))
+        divided = find_divided(inner)
+        lines = [describe_counts(source)]
+        if source.drawn:
+            lines.append(f"drawn image by image: {', '.join(['train', *source.drawn])}")
+            if not divided:  # otherwise this is told of the folders that are divided
+                lines[-1] += (
+                    ". If several images show one patient, film or object, divide them yourself, as"
+                    " the guide shows"
+                )
+        if not divided:
+            lines += describe_inner_folders(inner)
+    if source.left_out:
+        lines.append(f"left out: {in_words(source.left_out)}")
+    return lines
+
+
+def describe_counts(task: Task) -> str:
+    """Return how many images there are of each class, and in each split, of a task."""
+    sizes = task.sizes()
+    of_splits = [count_by_class(getattr(task, name), len(task.classes)) for name in sizes]
+    counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
+    # Not strict: of a subset, torchvision may know fewer names than numbers.
+    of_classes = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=False)]
+    if len(of_classes) > 20:  # the first ten and the last five are named
+        of_classes[10:-5] = ["..."]
+        of_classes[-1] += f" (from {min(counts)} to {max(counts)} a class)"
+    parts = ", ".join(f"{name} {n}" for name, n in sizes.items())
+    return f"{len(counts)} classes, {sum(sizes.values())} images: {', '.join(of_classes)}; {parts}"
+
+
+def describe_inner_folders(inner: Iterable[InnerFolder]) -> list[str]:
+    """Return a line if folders inside of classes have up to four names, at a depth.
+
+    They may be people, kinds of images, or masks under a name that nobody can list. More are likely
+    to be patients, whole ones in each part, see `find_divided`.
+    """
+    splits_of = defaultdict[tuple[str, ...], set[str]](set)  # by the way from the class folder
+    for folder in inner:
+        if not folder.is_whole:
+            _, way = folder.key
+            splits_of[way] |= folder.splits
+    depths = Counter(len(way) for way in splits_of)
+    few = sorted(way for way in splits_of if depths[len(way)] <= 4)
+    if not few:
+        return []
+    line = (
+        f"folders inside of classes: {', '.join('/'.join(way) for way in few)}. All images in them"
+        " count as those of the class; if they are masks, remove them"
+    )
+    if any(len(splits_of[way]) > 1 for way in few):
+        line += ". If they are people, films or objects, put each into one part"
+    return [line]
+
+
 # --- what is told --------------------------------------------------------------------------------
 
 
@@ -184,7 +302,6 @@ def find_doubtful_names(task: Task) -> list[str]:
         *find_class_of_masks(files, task.classes),
         *find_labels_of_other_folders(files, task.classes),
         *find_folders_in_classes(files, task.classes),
-        *find_folders_in_two_parts(files),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
@@ -235,14 +352,26 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
     """Return the places that are named as classes, or lie below such, but not as their own one.
 
     Folders that hold all places do not count, nor does a class's name that is the only one there:
-    it may be the name of the whole, as of the photos that are looked through for it.
+    it may be the name of the whole, as of the photos that are looked through for it. Where some of
+    the folders beside each other are numbers that are no classes, as 1 to 10 of the classes 0 to 9,
+    numbers are no names of classes there: classes are numbered otherwise, or there are none.
     """
     by_name = {as_compared(name): name for name in classes}
-    root = common_folder({place.folder for place in places})
-    named: dict[Place, set[str]] = {}
-    for place in places:
-        names = {as_compared(folder.name) for folder in folders_below(root, place.folder)}
-        named[place] = {by_name[name] for name in names if name in by_name}
+    depth = len(common_folder({place.folder for place in places}).parts)
+    ways = {
+        place: [(k, as_compared(name)) for k, name in enumerate(place.folder.parts[depth:])]
+        for place in places
+    }
+    steps = {step for way in ways.values() for step in way}  # such as (0, "train") and (1, "7")
+    numbered = {k for k, name in steps if name.isdecimal() and name not in by_name}
+    named = {
+        place: {
+            by_name[name]
+            for k, name in way
+            if name in by_name and not (name.isdecimal() and k in numbered)
+        }
+        for place, way in ways.items()
+    }
     if len(set[str]().union(*named.values())) < 2:
         return set()
     return {place for place, names in named.items() if names and place.class_name not in names}
@@ -254,45 +383,90 @@ def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) 
     They may be patients, films, masks, or parts of the data under names that nobody can list. Whole
     folders that lie in one split each are well, and so is a folder that has all images of a class.
     """
-    splits_of = find_splits_of_folders(files)
-    class_words = words_of_classes(classes)
-    doubtful = sorted(
-        folder
-        for folder, splits in splits_of.items()
-        if len(splits) > 1 or meanings_of(folder, class_words) & {"mask", *SPLITS} - splits
-    )
-    if not doubtful:
+    inner = find_inner_folders(splits_of_places(files))
+    divided = find_divided(inner)
+    named = find_named_as_masks_or_parts(inner, classes)
+    if not divided and not named:
         return []
+    told = [folder for folder in inner if not folder.is_whole or folder in divided]
+    first = (divided or named)[:2]
     line = (
-        f"folders of images inside of class folders: {len(doubtful)}, such as"
-        f" {' and '.join(map(str, doubtful[:2]))}. All images in them count as those of the class"
+        f"folders of images inside of class folders: {len(told if divided else named)}, such as"
+        f" {' and '.join(str(folder.path) for folder in first)}."
+        " All images in them count as those of the class"
     )
-    divided = {name for splits in splits_of.values() if len(splits) > 1 for name in splits}
     if divided:
+        splits = frozenset[str]().union(*(folder.splits for folder in divided))
+        n = len({folder.key for folder in divided})
+        word = "folder" if n == len(divided) else "name"
         line += (
-            ", and those of one folder are divided among"
-            f" {', '.join(name for name in SPLITS if name in divided)}. If a folder is a person, a"
+            f", and those of {n} {word}{'' if n == 1 else 's'} are divided among"
+            f" {', '.join(name for name in SPLITS if name in splits)}. If a folder is a person, a"
             " film or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole"
             " folders, as the guide shows"
         )
+        if all(len(folder.splits) == 1 for folder in divided):
+            line += "; if it is a kind of images, or each part is numbered anew, this is well"
     return [f"{line}. If a folder holds masks, remove it"]
 
 
-def find_splits_of_folders(files: Iterable[ImageFile]) -> dict[Path, set[str]]:
-    """Return the folders inside of class folders, and the splits that their images are in.
+def find_inner_folders(splits_of: Mapping[Place, set[str]]) -> list[InnerFolder]:
+    """Return the folders inside of class folders, sorted by class and name."""
+    places = defaultdict[Path, list[Place]](list)  # by class folder
+    for place in splits_of:
+        places[place.class_folder].append(place)
+    inner = []
+    for class_folder, inside in places.items():
+        top = common_folder({place.folder for place in inside})
+        splits = defaultdict[Path, set[str]](set)
+        for place in inside:
+            for folder in folders_below(class_folder, place.folder):
+                splits[folder] |= splits_of[place]
+        depth = len(class_folder.parts)
+        for folder, of_folder in splits.items():
+            key = inside[0].class_name, folder.parts[depth:]
+            is_whole = len(folder.parts) <= len(top.parts)
+            inner.append(InnerFolder(folder, key, frozenset(of_folder), is_whole))
+    return sorted(inner, key=lambda folder: (folder.key, folder.path))
 
-    A folder that has all images of a class is none of them, as cat/images.
+
+def find_divided(inner: Iterable[InnerFolder]) -> list[InnerFolder]:
+    """Return those folders inside of classes whose images are in several splits.
+
+    So they are where they were drawn image by image, and where a folder of the same class and name
+    lies in another part: train/cat/P1 and test/cat/P1 may be one patient. Of up to four names the
+    second is well: these are likelier to be kinds of images, such as day/ and night/.
     """
-    splits_of_place = splits_of_places(files)
-    folders = defaultdict[Path, set[Path]](set)  # by class folder
-    for place in splits_of_place:
-        folders[place.class_folder].add(place.folder)
-    tops = {class_folder: common_folder(inside) for class_folder, inside in folders.items()}
-    splits_of = defaultdict[Path, set[str]](set)
-    for place, splits in splits_of_place.items():
-        for folder in folders_below(tops[place.class_folder], place.folder):
-            splits_of[folder] |= splits
-    return splits_of
+    alike = defaultdict[tuple[str, tuple[str, ...]], list[InnerFolder]](list)
+    names = defaultdict[int, set[tuple[str, ...]]](set)  # by depth
+    for folder in inner:
+        _, way = folder.key
+        alike[folder.key].append(folder)
+        names[len(way)].add(way)
+    divided = []
+    for (_, way), folders in alike.items():
+        are_many = len(names[len(way)]) > 4
+        if are_many and len(frozenset[str]().union(*(x.splits for x in folders))) > 1:
+            divided += [x for x in folders if len(folders) > 1 or not x.is_whole]
+        else:
+            divided += [x for x in folders if len(x.splits) > 1 and not x.is_whole]
+    return divided
+
+
+def find_named_as_masks_or_parts(
+    inner: Iterable[InnerFolder], classes: Iterable[str]
+) -> list[InnerFolder]:
+    """Return those folders inside of classes whose names say masks, or a part that is not theirs.
+
+    A folder that has all images of a class folder is none of them.
+    """
+    class_words = words_of_classes(classes)
+    return [
+        folder
+        for folder in inner
+        if not folder.is_whole
+        and meanings_of(folder.path, class_words) & {"mask", *SPLITS} - folder.splits
+    ]
 
 
 def splits_of_places(files: Iterable[ImageFile]) -> dict[Place, set[str]]:
@@ -301,31 +475,6 @@ def splits_of_places(files: Iterable[ImageFile]) -> dict[Place, set[str]]:
     for file in files:
         splits[file.place].add(file.split)
     return splits
-
-
-def find_folders_in_two_parts(files: Iterable[ImageFile]) -> list[str]:
-    """Return a line if folders inside of a class have namesakes in another part.
-
-    As train/cat/P1 and test/cat/P1, which may be one patient. Of up to four names nothing is said:
-    these are likelier to be kinds of images, such as day/ and night/.
-    """
-    alike = defaultdict[tuple[str, Path], list[Place]](list)  # such as ("cat", "P1")
-    splits_of = splits_of_places(files)
-    for place in splits_of:
-        if place.folder != place.class_folder:
-            alike[place.class_name, place.inner].append(place)
-    doubtful = sorted(
-        sorted(place.folder for place in places)
-        for places in alike.values()
-        if len(places) > 1 and len(set[str]().union(*(splits_of[place] for place in places))) > 1
-    )
-    if not doubtful or len({inner for _, inner in alike}) <= 4:
-        return []
-    return [
-        f"folders of one name, of a class, in several parts: {len(doubtful)}, such as"
-        f" {' and '.join(map(str, doubtful[0][:2]))}. If they are of one patient, film or object,"
-        " put them into one part; if they are kinds, or each part is numbered anew, this is well"
-    ]
 
 
 def find_strays(files: Iterable[ImageFile], classes: Collection[str]) -> list[str]:
@@ -445,7 +594,7 @@ def find_masks_in_pool(images: Stored) -> list[str]:
 
 def find_masks_among(images: Iterable[Path], classes: Iterable[str] = ()) -> set[ImageFile]:
     """Return those of unlabelled image files that look like masks; the classes may be known."""
-    files = as_files({str(file): ("", "") for file in images}, words_of_classes(classes))
+    files = as_files({str(file): ("", "") for file in images}, classes)
     return find_masks(files, find_originals(files))
 
 
@@ -604,7 +753,7 @@ def find_originals(files: Iterable[ImageFile]) -> Originals:
     beside = defaultdict[Place, list[ImageFile]](list)
     for file in files:
         beside[file.place].append(file)
-    across = defaultdict[tuple[str, Path], list[Place]](list)  # such as ("cat", "film 1")
+    across = defaultdict[tuple[str, tuple[str, ...]], list[Place]](list)  # by class and way
     for place in beside:
         if place.class_name:
             across[place.class_name, place.inner].append(place)

@@ -24,7 +24,6 @@ from data import (
     Transform,
     check_readable,
     decode_once,
-    describe,
     folder,
 )
 from extras.datasets import check
@@ -39,6 +38,7 @@ from support.checks import (
 )
 from support.names import (
     ImageFile,
+    describe,
     files_of,
     find_derived,
     find_doubtful_names,
@@ -572,13 +572,17 @@ def test_an_image_of_another_class_is_no_mask_and_no_copy(
 def test_words_of_a_class_name_say_nothing_of_masks_and_copies(
     class_name: str, image: str, other: str
 ) -> None:
-    """With classes of other names, these files are told."""
+    """In a class of another name, these files are told, whatever the other classes are."""
     images = [Path("/photos", class_name, f"{image.format(k)}.png") for k in "123"]
     others = [Path("/photos", class_name, f"{other.format(k)}.png") for k in "123"]
     empty = Split([], torch.tensor([], dtype=torch.int64))
     labels = torch.tensor([0, 0, 0])
-    for name, told in ((class_name, 0), ("cat", 1)):
-        task = Task("own", Split(images, labels), empty, Split(others, labels), [name, "blau"])
+    for classes, told in (
+        ([class_name, "blau"], 0),
+        (["cat", "blau"], 1),
+        (["cat", class_name], 1),
+    ):
+        task = Task("own", Split(images, labels), empty, Split(others, labels), classes)
         assert len(find_doubtful_names(task)) == told
 
 
@@ -817,6 +821,26 @@ def test_folders_that_are_no_classes_although_they_have_their_names_are_taken() 
         assert about_labels(Task("own", moles, moles, moles, ["benign", "melanoma"])) == []
 
 
+def test_classes_that_are_numbered_otherwise_than_folders_are_taken() -> None:
+    """From 0 where folders begin at 1, and 0 for small digits; unless all numbers are classes."""
+    for folders, classes, label_of in (
+        ("1 2 3", "0 1 2", {"1": 0, "2": 1, "3": 2}),
+        ("0 1 2 3", "0 1", {"0": 0, "1": 0, "2": 1, "3": 1}),
+    ):
+        files = [
+            Path(f"/n/{part}/{name}/{part}.png") for part in SPLITS for name in folders.split()
+        ]
+        labels = torch.tensor([label_of[file.parent.name] for file in files])
+        n = len(folders.split())
+        splits = [Split(files[k : k + n], labels[k : k + n]) for k in (0, n, 2 * n)]
+        assert about_labels(Task("own", *splits, classes.split())) == []
+    orders = dict.fromkeys(SPLITS, "1 2 3") | {"test": "1 2"}
+    task = numbered(orders, "1 2 3")
+    one_wrong = Split(task.test.images, torch.tensor([0, 1, 1, 1]))
+    told = ["test 1 of 4, such as /pets/test/1/2"]
+    assert about_labels(task._replace(test=one_wrong)) == told
+
+
 def test_absolute_and_relative_paths_may_be_mixed(tmp_path: Path) -> None:
     photos_in(tmp_path, ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png"])
     files = sorted(tmp_path.rglob("*.png"))
@@ -929,7 +953,8 @@ def test_folders_of_images_inside_of_classes_are_told_where_they_are_divided(
     assert line.startswith(
         f"folders of images inside of class folders: {2 * len(inside)}, such as {first} and "
     )
-    assert "those of one folder are divided among train, val, test. If a folder is a per" in line
+    whose = f"those of {2 * len(inside)} folders"
+    assert f"{whose} are divided among train, val, test. If a folder is a person, a film" in line
     assert line.endswith("If a folder holds masks, remove it")
 
 
@@ -946,7 +971,7 @@ def test_whole_folders_in_parts_that_the_user_made_are_well(tmp_path: Path) -> N
     assert about_folders(tmp_path / "whole") == []
     photos_in(tmp_path / "no_val", [name for name in names if not name.startswith("val/")])
     (line,) = about_folders(tmp_path / "no_val")
-    assert "and those of one folder are divided among train, val. If" in line
+    assert "folders are divided among train, val. If a folder is a person" in line
 
 
 def test_masks_and_parts_inside_of_classes_are_told_in_parts_that_the_user_made(
@@ -956,7 +981,7 @@ def test_masks_and_parts_inside_of_classes_are_told_in_parts_that_the_user_made(
     names = of_parts("rgb", "mask", "more/test_set")
     photos_in(tmp_path / "both", names)
     assert about_folders(tmp_path / "both") == [
-        "folders of images inside of class folders: 10, such as test/cat/mask and test/dog/mask."
+        "folders of images inside of class folders: 10, such as test/cat/mask and train/cat/mask."
         " All images in them count as those of the class. If a folder holds masks, remove it"
     ]
     photos_in(tmp_path / "one", [name for name in names if "/mask/" in name])
@@ -972,8 +997,8 @@ def test_a_script_that_divides_whole_folders_inside_of_classes_is_told_nothing(
     assert find_folders_in_classes(own_files(*parts), ["cat", "dog"]) == []
     parts[0].append(parts[2].pop())
     (line,) = find_folders_in_classes(own_files(*parts), ["cat", "dog"])
-    assert "class folders: 1, such as /photos/dog/" in line
-    assert "divided among train, test. If" in line
+    assert "class folders: 6, such as /photos/dog/" in line
+    assert "and those of 1 folder are divided among train, test. If" in line
 
 
 def test_a_patient_whose_folders_are_in_two_parts_is_told(tmp_path: Path) -> None:
@@ -982,15 +1007,85 @@ def test_a_patient_whose_folders_are_in_two_parts_is_told(tmp_path: Path) -> Non
     photos_in(tmp_path / "many", of_parts(*patients))
     (line,) = about_folders(tmp_path / "many")
     assert line.startswith(
-        "folders of one name, of a class, in several parts: 10, such as test/cat/P1 and"
-        " train/cat/P1. If they are of one patient"
+        "folders of images inside of class folders: 30, such as test/cat/P1 and train/cat/P1. All"
+        " images in them count as those of the class, and those of 10 names are divided among"
+        " train, val, test. If a folder is a person"
     )
+    assert "; if it is a kind of images, or each part is numbered anew, this is well." in line
     photos_in(tmp_path / "four", of_parts(*patients[:4]))
     assert about_folders(tmp_path / "four") == []
     parts = {"train": "012", "val": "345", "test": "678"}
     whole = [f"{part}/cat/P{k}/P{k}.png" for part, numbers in parts.items() for k in numbers]
     photos_in(tmp_path / "whole", whole + [name.replace("cat/P", "dog/Q") for name in whole])
     assert about_folders(tmp_path / "whole") == []
+
+
+def test_a_patient_whose_visits_are_in_several_parts_is_told(tmp_path: Path) -> None:
+    """No visit has a namesake, but its patient has."""
+    visits = {"train": "v1", "val": "v2", "test": "v3"}
+    names = [
+        f"{part}/{kind}/{patient}/{visit}/{part}_{k}.png"
+        for part, visit in visits.items()
+        for kind in ("cat", "dog")
+        for patient in ("P1", "P2", "P3", "P4", "P5")
+        for k in range(2)
+    ]
+    photos_in(tmp_path / "divided", names)
+    (line,) = about_folders(tmp_path / "divided")
+    assert "such as test/cat/P1 and train/cat/P1. All" in line
+    assert "those of 10 names are divided among train, val, test." in line
+    whole = [name.replace("/P", f"/{Path(name).parts[0]}_P") for name in names]
+    photos_in(tmp_path / "whole", whole)
+    assert about_folders(tmp_path / "whole") == []
+
+
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        ("anna ben cem dana", "If they are people, films or objects, put each into one part"),
+        ("Bilder Masken", "if they are masks, remove them"),
+        ("P1 P2 P3 P4 P5", ""),  # these are told as a problem
+    ],
+)
+def test_folders_of_few_names_inside_of_classes_are_said_in_words(
+    tmp_path: Path, inside: str, said: str
+) -> None:
+    """They are no problem: nobody can tell people, masks and views of an object apart."""
+    photos_in(tmp_path, of_parts(*inside.split()))
+    found = check(f"folder:{tmp_path}", tmp_path)
+    _, *lines = found.holds
+    if said:
+        (line,) = lines
+        names = ", ".join(inside.split())
+        assert line.startswith(f"folders inside of classes: {names}. All images in them count")
+        assert said in line and found.problems == []
+    else:
+        assert lines == [] and len(found.problems) == 1
+
+
+def test_a_folder_beside_the_images_of_one_class_is_said_in_words(tmp_path: Path) -> None:
+    """No folder is said where each holds all images of its class, nor where they are patients."""
+    photos_in(tmp_path / "one", of_parts("images"))
+    assert len(describe(folder(tmp_path / "one", 0))) == 1
+    names = [f"{part}/{kind}/{part}{k}/0.png" for part in SPLITS for kind in "ab" for k in "12"]
+    photos_in(tmp_path / "patients", names)
+    assert len(describe(folder(tmp_path / "patients", 0))) == 1
+    photos_in(tmp_path / "one", ["train/cat/to_sort/7.png"])
+    (_, line) = describe(folder(tmp_path / "one", 0))
+    assert line == (
+        "folders inside of classes: images, to_sort. All images in them count as those of the"
+        " class; if they are masks, remove them"
+    )
+
+
+def test_that_folders_are_divided_is_told_once(tmp_path: Path) -> None:
+    """What was drawn is said, but the doubt has what to do."""
+    names = [name for name in of_parts("P1", "P2") if not name.startswith("val/")]
+    photos_in(tmp_path, names)
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert found.holds[1:] == ["drawn image by image: train, val"]
+    (problem,) = found.problems
+    assert "as the guide shows" in problem
 
 
 def test_numbered_patients_of_numbered_classes_are_no_strays(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from data import (
 )
 from support.checks import check_task
 from support.experiment import digests_of_data
+from support.names import describe
 from support.results import are_of_same_images
 from support.runs import find_changes
 
@@ -236,7 +237,7 @@ def test_splits_that_are_drawn_image_by_image_are_named(
     """Nothing else would tell that film1_001.png and film1_002.png are parted."""
     names = [f"{part}/{kind}/{k}.png" for part in given.split() for kind in "ab" for k in range(9)]
     make(tmp_path, *names)
-    _, *lines = data.describe(folder(tmp_path, 0))
+    _, *lines = describe(folder(tmp_path, 0))
     assert lines == ([DRAWN.replace("train, val, test", drawn)] if drawn else [])
 
 
@@ -244,17 +245,17 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
     make(tmp_path, *[f"a/{i}.png" for i in range(10)], *[f"b/{i}.png" for i in range(5)], "c.png")
     for name in ("a/1.heic", "a/2.HEIC", "b/notes", "read.txt"):
         (tmp_path / name).touch()
-    assert data.describe(folder(tmp_path, 0)) == [
+    assert describe(folder(tmp_path, 0)) == [
         "2 classes, 15 images: a 10, b 5; train 10, val 2, test 3",
         DRAWN,
         "left out: 2 .heic, 1 without an ending, 1 .png beside class folders, 1 .txt",
     ]
-    assert data.describe(Pool([Path("1.png")])) == ["images without labels: 1"]
+    assert describe(Pool([Path("1.png")])) == ["images without labels: 1"]
     split = Split(torch.zeros(3, 3, 2, 2), torch.tensor([[1, 1], [1, -1], [-1, 0]]))
     several = Task("own", split, split, split, ["a", "b"])
-    assert data.describe(several) == ["2 classes, 9 images: a 6, b 3; train 3, val 3, test 3"]
+    assert describe(several) == ["2 classes, 9 images: a 6, b 3; train 3, val 3, test 3"]
     many = Split(torch.zeros(31, 3, 2, 2), torch.tensor([*range(30), 7]))
-    (line,) = data.describe(Task("own", many, many, many, [f"c{k}" for k in range(30)]))
+    (line,) = describe(Task("own", many, many, many, [f"c{k}" for k in range(30)]))
     assert "c7 6" in line and "c9 3, ..., c25 3" in line and "(from 3 to 6 a class)" in line
 
 
@@ -351,7 +352,7 @@ def test_images_that_are_left_out_by_their_names_are_counted(tmp_path: Path) -> 
     make(tmp_path, *[f"{c}/{i}.png" for c in "ab" for i in "123"], "a/@user.png", "a/._1.png")
     (tmp_path / "b/.4.png.icloud").touch()
     (tmp_path / "b/.5.png.icloud").touch()
-    assert data.describe(folder(tmp_path, 0)) == [
+    assert describe(folder(tmp_path, 0)) == [
         "2 classes, 6 images: a 3, b 3; train 2, val 2, test 2",
         DRAWN,
         "left out: 2 .icloud, 1 .png beginning with @",
@@ -363,7 +364,7 @@ def test_images_of_folders_that_are_left_out_by_their_names_are_counted(tmp_path
     names = [f"{c}/{i}.png" for c in (".net", "@a", "java", "rust") for i in "123"]
     make(tmp_path, *names, "@eaDir/1.png/SYNO.jpg", "java/@eaDir/2.jpg")
     (tmp_path / ".net/notes.txt").touch()
-    assert data.describe(folder(tmp_path, 0))[-1] == "left out: 3 .png in .net, 3 .png in @a"
+    assert describe(folder(tmp_path, 0))[-1] == "left out: 3 .png in .net, 3 .png in @a"
 
 
 def test_a_folder_under_two_names_is_taken_under_the_first_one_of_them(
