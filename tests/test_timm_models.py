@@ -372,6 +372,31 @@ def test_an_export_of_a_run_on_an_export_is_timms_own_network_wherever_that_has_
     done(f"finetune --backbone timm:local-dir:e/timm --dataset few_quilts {peft} --out h")
 
 
+@pytest.mark.parametrize("revision", ["", "@v1"])
+def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
+    vit: Any, revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are kept as the hub's package keeps them, and nothing is fetched."""
+    place = Path("hub/models--somebody--vit")
+    of_commit = place / "snapshots" / ("0" * 40)
+    of_commit.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / (revision.removeprefix("@") or "main")).write_text("0" * 40)
+    args = {"img_size": 32, "class_token": True, "num_classes": 5}
+    content = {"architecture": NAME, "model_args": args, "pretrained_cfg": {}}
+    (of_commit / "config.json").write_text(json.dumps(content))
+    own = timm.create_model(NAME, img_size=32, class_token=True, num_classes=0)
+    save_file(own.state_dict(), of_commit / "model.safetensors")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    peft = f"--image-size 32 --rank 2 --batch 40 {PEFT_STEPS} --quiet"
+    done(f"finetune --backbone timm:hf-hub:somebody/vit{revision} --dataset quilts {peft} --out f")
+    done("export f --out e")
+    merged: Any = timm.create_model("local-dir:e/timm", pretrained=True)
+    assert torch.equal(merged.cls_token, own.cls_token)
+    assert merged.num_classes == len(quilts(0)[1].classes)
+
+
 @pytest.mark.slow
 def test_an_exported_network_is_not_tested_on_images_that_it_was_trained_on(vit: Any) -> None:
     """Its file keeps what `--from` would refuse, also that of an export before.
