@@ -47,7 +47,8 @@ class Check(BaseModel):
     def __str__(self) -> str:
         """Return a line for each problem, what there is, and how many problems."""
         n = len(self.problems)
-        end = f"{n or 'no'} problem{'' if n == 1 else 's'} in {self.images} images"
+        opened = f"{self.images} image{'' if self.images == 1 else 's'}"
+        end = f"{n or 'no'} problem{'' if n == 1 else 's'} in {opened}"
         return "\n".join([*self.problems, f"{self.name}", *self.holds, end])
 
 
@@ -102,7 +103,8 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
 
     `pool` has all images of the folder; where nothing else can be opened, it is what is described.
     """
-    holds = describe(pool)
+    _, *others = describe(pool)  # what was left out
+    holds = [f"images: {len(pool.images)}", *others]
     task: Task | None = None
     problems: list[str] = []
     folders = subfolders(place)
@@ -125,7 +127,9 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
             if not pool.images:
                 but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
                 problems.append(f"{place}: has no images{but}; put some there, or give another one")
-            holds = [f"a pool, since there are no class folders; {holds[0]}", *holds[1:]]
+            labelled = "no two class folders" if folders else "no class folders"
+            unlabelled, *_ = describe(pool)
+            holds = [f"a pool, since there are {labelled}; {unlabelled}", *others]
     return Opened(holds, task, problems)
 
 

@@ -172,6 +172,7 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         ),
         (("images", "image_masks"), "images and image_masks, .*. If they are classes, rename im"),
         (("train_val_set", "test_set"), "If these are classes, rename them"),
+        (("Training", "Testing"), "parts are named train, val and test: name them so. If these "),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(
@@ -778,4 +779,7 @@ def test_heic_under_another_name_is_told_by_its_first_bytes(tmp_path: Path) -> N
     photo = tmp_path / "photo.jpg"
     photo.write_bytes(b"\0\0\0\x18ftypheic" + bytes(12))
     with pytest.raises(data.ImageError, match=r"photo\.jpg: .*is HEIC.*convert it to JPEG"):
+        data.read_image(photo)
+    photo = photo.rename(tmp_path / "photo.HEIC")
+    with pytest.raises(data.ImageError, match=r"\(HEIC has to be converted to JPEG or PNG\)"):
         data.read_image(photo)

@@ -203,6 +203,20 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     assert f"{tmp_path}/set/c: is a link to nowhere" in fault
 
 
+def test_a_folder_of_one_class_or_of_other_parts_is_said_to_be_what_it_is(tmp_path: Path) -> None:
+    """One class folder is not none, and images of refused parts are not unlabelled."""
+    drawn(tmp_path / "one/daisy/0.png", "0")
+    said = str(check(f"{tmp_path}/one", tmp_path))
+    assert "a pool, since there are no two class folders; images without labels: 1\n" in said
+    assert said.endswith("no problems in 1 image")
+    for k, part in enumerate(("Training", "Testing")):
+        for kind in "ab":
+            drawn(tmp_path / "two" / part / kind / "0.png", f"{k}{kind}")
+    problem, _, holds, end = str(check(f"{tmp_path}/two", tmp_path)).splitlines()
+    assert "holds Testing, Training" in problem
+    assert (holds, end) == ("images: 4", "1 problem in 4 images")
+
+
 def test_handwriting_is_checked_by_its_name() -> None:
     """Greek has 24 characters, each written by 20 people; the pool has 129 of 20."""
     said = done("data check omniglot:Greek")
