@@ -372,7 +372,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
     (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
-    (f"{JEPA} --pretext mae", 2, "MAE decoder"),
+    (f"{JEPA} --pretext mae", 2, "networks of I-JEPA, which go with"),
     ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "made with others; give those of its config.json"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
