@@ -116,7 +116,7 @@ def test_it_has_200_lines_that_need_torch_and_for_its_images_numpy() -> None:
 
 # --- what texts show of it ----------------------------------------------------------------------
 
-SEEN = 1.6  # points: the largest difference between a processor with AVX2 and one with AVX-512
+SEEN = 1.7  # points, four of 240 images: the largest difference between a processor with AVX2 and one with AVX-512
 DRIFT = 5.0  # points, that other processors and other versions of torch may differ by
 ROOT = PAGE.parent.parent
 # test accuracy (%) of PEFT, BiSSLight and q = 0 by epoch, with torch 2.14.1 and AVX2
@@ -162,7 +162,7 @@ def read_table(text: str) -> dict[int, list[float]]:
 def test_the_page_shows_the_figures_that_it_gives() -> None:
     text = (ROOT / "docs/page.md").read_text()
     assert read_table(text) == RECORDED
-    assert f"differed by up to {SEEN} points" in text
+    assert f"differed by up to four images, {SEEN} points" in text
 
 
 @pytest.mark.slow
