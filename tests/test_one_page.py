@@ -116,7 +116,8 @@ def test_it_has_200_lines_that_need_torch_and_for_its_images_numpy() -> None:
 
 # --- what texts show of it ----------------------------------------------------------------------
 
-SEEN = 1.7  # points, four of 240 images: the largest difference between a processor with AVX2 and one with AVX-512
+# points, four of 240 images: the largest difference between processors with AVX2 and AVX-512
+SEEN = 1.7
 DRIFT = 5.0  # points, that other processors and other versions of torch may differ by
 ROOT = PAGE.parent.parent
 # test accuracy (%) of PEFT, BiSSLight and q = 0 by epoch, with torch 2.14.1 and AVX2
