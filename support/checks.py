@@ -241,17 +241,18 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
 
 
 def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[str]:
-    """Return a line if all images are black or very dark, or else if most have one colour.
+    """Return a line if all images are black, lose their levels, or else if most have one colour.
 
     Files are black if no number in them is above 1 of 255, as where numbers from 0 to 1 were saved
     as whole ones; in memory, such images are refused. Asked of are the files in `looks`, see
     `find_doubts`; `name` says what has the images, such as "train" or "pool".
     """
     if isinstance(images, Tensor):
-        if images.max() < 0.1:
+        if most_lose_levels(images):
             return [
-                f"{name}: no pixel is above 0.1, and images that are cut have 8 bits, so few levels"
-                " are left; scale them to numbers from 0 to 1"
+                f"{name}: of most images few levels are left where they are cut, since cut images"
+                " have 8 bits; scale them so that their numbers fill 0 to 1, by a high percentile"
+                " and not by the brightest pixel"
             ]
         without_contrast = count_without_contrast(images)
     else:
@@ -486,6 +487,21 @@ def count_with_two_labels(digests: Sequence[bytes], labels: Sequence[str]) -> in
     for digest, label in zip(digests, labels, strict=True):
         labels_of[digest].add(label)
     return sum(len(of_picture) > 1 for of_picture in labels_of.values())
+
+
+def most_lose_levels(images: Tensor) -> bool:
+    """Return whether most images have below 26 levels in 8 bits, and more than twice as many now.
+
+    So it is of a camera's 16 bits, divided by 65535, if the scene is dark. One pixel may be bright.
+    Asked are a thousand images at most, evenly spaced. The shape is (images, 3, height, width).
+    """
+    asked = images[:: max(1, math.ceil(len(images) / 1000))]
+    losing = 0
+    for image in asked:
+        levels = len((255 * image).to(torch.uint8).unique())
+        if levels < 26:
+            losing += len(image.unique()) > 2 * levels
+    return 2 * losing > len(asked)
 
 
 def count_without_contrast(images: Tensor) -> int:

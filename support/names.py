@@ -642,14 +642,16 @@ def find_masks_by_word(files: Sequence[ImageFile]) -> set[ImageFile]:
     """Return masks whose names have any other word in place of mask, if there are many of them.
 
     Such as mask_001.png of fundus_001.png beside it. One of ROLES needs not be in many names, see
-    `find_namesakes_but_for_words`.
+    `find_namesakes_but_for_words`. "Label" alone is no such word: label_0.jpg beside bottle_0.jpg
+    is a photograph of a bottle's label.
     """
-    # Of files with a word of MASKS: the other words and numbers.
+    masks_only = MASKS - {"label"}
+    # Of files with such a word: the other words and numbers.
     rests: dict[ImageFile, tuple[str, ...]] = {}
     for file in files:
-        if not MASKS.isdisjoint(file.words):
+        if not masks_only.isdisjoint(file.words):
             words = words_and_numbers(file.stem)
-            if rest := tuple(word for word in words if word not in MASKS):
+            if rest := tuple(word for word in words if word not in masks_only):
                 rests[file] = rest
     places = {file.place for file in rests}
     found = set[tuple[Place, tuple[str, ...]]]()  # other files, each without one of its words

@@ -33,8 +33,10 @@ from support.checks import (
     check_pool,
     check_task,
     find_doubts,
+    find_empty,
     find_lacking_classes,
     find_without_class,
+    most_lose_levels,
 )
 from support.names import (
     ImageFile,
@@ -714,6 +716,7 @@ def test_capital_letters_do_not_hide_a_copy() -> None:
         ("IMG_{}", "carMask{}", False),  # a car is none in IMG
         ("with_mask_{}", "without_mask_{}", False),
         ("img_{}", "mask_9{}", False),
+        ("bottle_{}", "label_{}", False),  # photographs of a bottle and of its label
     ],
 )
 def test_masks_whose_images_have_another_word_in_its_place_are_told(
@@ -872,12 +875,24 @@ def test_dim_images_in_memory_are_told_and_are_not_taken_for_equal() -> None:
     labels = torch.arange(10) % 2
     splits = [Split(pixels[first : first + 10], labels) for first in (0, 10, 20)]
     doubts = find_doubts(Task("own", *splits, ["a", "b"]))
-    assert [line.split(",")[0] for line in doubts] == [
-        f"{name}: no pixel is above 0.1" for name in SPLITS
+    assert [line.split(" where")[0] for line in doubts] == [
+        f"{name}: of most images few levels are left" for name in SPLITS
     ]
     twice = [splits[0], splits[1], splits[0]]
     doubts = find_doubts(Task("own", *twice, ["a", "b"]))
     assert doubts[0].startswith("train and test have 10 images in common")
+
+
+def test_a_bright_pixel_does_not_hide_that_images_lose_their_levels() -> None:
+    """Numbers of 16 bits, 100 to 210, and one of 65535; what has 8 bits already loses nothing."""
+    counts = torch.randint(100, 211, (10, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    counts[:, :, 0, 0] = 65535
+    assert most_lose_levels(counts / 65535)
+    assert not most_lose_levels((counts - 100).clamp(max=255) / 255)
+    black_and_white = (counts > 150).float()
+    assert not most_lose_levels(black_and_white)
+    (line,) = find_empty("pool", counts / 65535, {})
+    assert line.startswith("pool: of most images few levels are left where they are cut")
 
 
 def test_images_that_are_nearly_black_are_not_taken_for_equal() -> None:

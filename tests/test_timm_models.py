@@ -221,10 +221,16 @@ def test_a_mean_of_a_script_that_the_network_does_not_take_is_told(
     """The test network's is 0.5 and 0.5; ImageNet's, the default, was not chosen by anybody."""
     pool, task = quilts(0)
     mean, std = mean_and_std
+    assert pool
+    pool = pool._replace(mean=IMAGENET[0], std=IMAGENET[1])
     open_experiment(settings(image_size=32), task._replace(mean=mean, std=std), pool)
     lines = [line for line in caplog.messages if line.startswith("normalisation: ")]
     assert len(lines) == told
     assert not told or "the task has mean 0.100 0.100 0.100, std 0.100 0.100 0.100, " in lines[0]
+    caplog.clear()
+    open_experiment(settings(image_size=32), task, pool._replace(mean=mean, std=std))
+    lines = [line for line in caplog.messages if "the pool has" in line]
+    assert len(lines) == told
 
 
 def saved(mean: list[float] | None) -> dict[str, Any]:
