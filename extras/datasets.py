@@ -69,10 +69,12 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     holds, task, problems = open_as_a_run_does(name, place, pool, root, partial)
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
-    files = dict.fromkeys(found.images)  # as a set, but in order
-    if task:  # images beside class folders are left out, and a class folder may be called c.jpg
+    # As a set, but in order. Images beside class folders are opened, too: a pool may take them.
+    files = dict.fromkeys(found.images)
+    if task:  # a class folder may be called c.jpg
         class_of, _ = classes_and_parts(task)
-        files = dict.fromkeys(sorted(class_of, key=str))
+        beside = [file for file in found.images if not file.is_dir()]
+        files = dict.fromkeys([*beside, *sorted(class_of, key=str)])
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:

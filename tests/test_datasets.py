@@ -115,12 +115,16 @@ def test_a_folder_without_images_is_a_problem(tmp_path: Path) -> None:
     assert "has no images, but 1 .heic; put" in problem
 
 
-def test_images_beside_class_folders_are_no_part_of_what_is_checked(tmp_path: Path) -> None:
+def test_images_beside_class_folders_are_opened_too(tmp_path: Path) -> None:
+    """They are none of the data set, but `--pool` takes them where it is given this folder."""
     for k in range(5):
         for kind in "ab":
             drawn(tmp_path / kind / f"{k}.png", f"{kind}{k}")
     drawn(tmp_path / "beside.png", "beside")
-    assert check(f"{tmp_path}", tmp_path).images == 10
+    assert check(f"{tmp_path}", tmp_path).problems == []
+    (tmp_path / "beside.png").write_bytes(b"no picture")
+    (problem,) = check(f"{tmp_path}", tmp_path).problems
+    assert problem.startswith(f"{tmp_path}/beside.png: cannot be read")
 
 
 def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
