@@ -286,6 +286,18 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
             for unlabelled in ("test", "test/test")
         ),
         (
+            [*(f"train/{c}/{k}.png" for c in "ab" for k in "123"), "test/other.txt"],
+            "^[^;]*test has no image; put some into [^;]*/test/CLASS or remove .*test: a fifth",
+        ),
+        (  # where the disk tells A and a apart
+            [
+                f"{place}/{k}.png"
+                for place in ("train/A", "train/B", "test/a", "test/b")
+                for k in "123"
+            ],
+            "no image for test of class A, B; put some into .*test$",
+        ),
+        (
             ["train/1.png", "test/a/1.png", "test/b/1.png"],
             "^[^;]*train has 1 image, and none in a folder of a class; put them into [^;]*CLASS$",
         ),
