@@ -336,11 +336,12 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
         ]
     doubts = []
     if info.seen_images is not None and found < info.seen_images:  # older adapters lack the number
+        changed = "changed and " if knows_contents(task, info) else ""
         doubts.append(
             f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset})"
             f" {'is' if found == 1 else 'are'} found here, by content or by class and name. If"
-            " others are here, too, renamed and changed, it is not known whether θ has seen the"
-            " test images"
+            f" others are here, too, {changed}under a new name or one that several of them have, it"
+            " is not known whether θ has seen the test images"
         )
     if by_name_alone:
         unlike = "and not its content. That is well if they were converted"

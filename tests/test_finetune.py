@@ -1,5 +1,6 @@
 """PEFT: rates, seeds, epochs and starts; directories of two commands; splits that leak."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -1115,6 +1116,71 @@ def test_files_of_several_patients_with_the_same_names_are_counted_and_known_by_
     assert find_seen(new, info).images == []
     assert doubt.startswith("no image here has the name or content of one")
     assert len(find_seen(again._replace(test=split(range(2))), info).images) == 6
+
+
+def write_parts(root: Path, parts: dict[str, range], ending: str = "png") -> data.Task:
+    """Write other grey images for each place, such as train/cat, numbered as its range says.
+
+    The task has those below train/, val/ and test/, with the classes of train/.
+    """
+    for k, (place, numbers) in enumerate(parts.items()):
+        (root / place).mkdir(parents=True)
+        for i in numbers:
+            Image.new("L", (8, 8), 20 * k + i).save(root / place / f"{i}.{ending}")
+    classes = sorted(folder.name for folder in (root / "train").iterdir())
+    splits = []
+    for part in data.SPLITS:
+        files = sorted((root / part).rglob(f"*.{ending}"))
+        labels = torch.tensor([classes.index(file.parent.name) for file in files])
+        splits.append(data.Split(files, labels))
+    return data.Task("own", *splits, classes)
+
+
+def test_classes_of_single_letters_are_known_by_their_case(tmp_path: Path) -> None:
+    """An image of train/A is gone; test/a has its number. Later, two of train/a are tested."""
+    parts = {"train/A": range(6), "train/a": range(6, 12), "val/A": range(12, 14)}
+    parts |= {"val/a": range(14, 16), "test/A": range(6, 8), "test/a": range(4)}
+    task = write_parts(tmp_path / "first", parts)
+    assert task.classes == ["A", "a"]
+    info = AdapterInfo(
+        dataset="own", seen=know_training_images(task), seen_images=count_training_images(task)
+    )
+    kept = task.train.images[:3] + task.train.images[4:]
+    again = task._replace(train=data.Split(kept, task.train.targets[1:]))
+    assert find_seen(again, info) == ([], 0, [])
+    changed = write_parts(
+        tmp_path / "again", {"train/A": range(4, 5), "train/a": range(6, 7), "test/a": range(7, 9)}
+    )
+    found = [tmp_path / f"again/test/a/{i}.png" for i in (7, 8)]
+    assert find_seen(changed, info).images == [*map(str, found)]
+
+
+def test_hashes_of_other_class_names_are_those_of_older_adapters(tmp_path: Path) -> None:
+    """Small letters, in the class, too; spaces as they are, and a single small letter."""
+    names = {"Big  Cat": "big  cat/1", "Ünit ": "ünit /1", "a": "a/1", "B2": "b2/1", "A": "A/1"}
+    files = [tmp_path / name / "1.png" for name in names]
+    keys = name_images(data.Split(files, torch.arange(len(names))), [*names])
+    assert keys == [hashlib.sha256(name.encode()).hexdigest()[:12] for name in names.values()]
+
+
+def test_names_that_parts_numbered_anew_share_are_told_among_what_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All images are here. Converted, those are known whose names train/ and val/ do not share."""
+    parts = {"train/cat": range(6), "val/cat": range(4), "test/cat": range(4)}
+    task = write_parts(tmp_path / "first", parts)
+    info = AdapterInfo(
+        dataset="own", seen=know_training_images(task), seen_images=count_training_images(task)
+    )
+    converted = write_parts(tmp_path / "converted", parts, "bmp")
+    told = "2 of the 10 images that θ was trained on (own) are found here, by content or by class"
+    told += (
+        " and name. If others are here, too, {}under a new name or one that several of them have"
+    )
+    assert doubt_what_is_missing(converted, info)[0].startswith(told.format("changed and "))
+    for module in ("adapters", "starts"):
+        monkeypatch.setattr(f"support.{module}.MOST_CONTENTS", 3)
+    assert doubt_what_is_missing(task, info)[0].startswith(told.format(""))
 
 
 def test_all_images_that_are_known_by_their_names_alone_are_counted(tmp_path: Path) -> None:
