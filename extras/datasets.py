@@ -32,7 +32,7 @@ from support.benchmarks import (
 from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
-from support.names import describe, find_decomposed, find_doubtful_names, find_masks_in_pool
+from support.names import describe, find_doubtful_names, find_masks_in_pool
 
 
 class Check(BaseModel):
@@ -78,7 +78,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, looks) + find_doubtful_names(task) + find_decomposed(task)
+        problems += find_copies(task, looks) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS:

@@ -29,7 +29,7 @@ from data import (
     find_lookalikes,
     size_of,
 )
-from support.names import find_decomposed, find_doubtful_names, find_misnamed, paths_of, places_of
+from support.names import find_doubtful_names, find_misnamed, paths_of, places_of
 
 MOST_BYTES = 2**31  # of training files that are read to compare them: seconds on a local disk
 
@@ -226,13 +226,12 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
 
     Such things are: splits that share images, images with two labels, images made from others,
     labels that are not those of the folders, folders of images inside of class folders, images that
-    are black or of one colour, classes that a split lacks, labels that are not counted, and names
-    that other computers write otherwise.
+    are black or of one colour, classes that a split lacks, and labels that are not counted.
     `looks` has what was found in each image file that was read before.
     """
     looks = looks or {}
     doubts = find_common_images(task, {file: look.digest for file, look in looks.items()})
-    doubts += find_doubtful_names(task) + find_decomposed(task)
+    doubts += find_doubtful_names(task)
     for name in SPLITS:
         split: Split = getattr(task, name)
         doubts += find_empty(name, split.images, looks)

@@ -229,6 +229,8 @@ def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
 def describe(source: Task | Pool) -> list[str]:
     """Return lines on a task or pool: its classes and counts, what was drawn and what left out.
 
+    What may be meant so is said here, too, as folders inside of classes: it is no fault.
+
     >>> import torch
     >>> split = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 0, 1]))
     >>> describe(Task("own", split, split, split, ["daisy", "rose"], left_out={".heic": 2}))
@@ -249,6 +251,7 @@ def describe(source: Task | Pool) -> list[str]:
                 )
         if not divided:
             lines += describe_inner_folders(inner)
+        lines += describe_class_of_masks(source) + describe_decomposed(source)
     if source.left_out:
         lines.append(f"left out: {in_words(source.left_out)}")
     return lines
@@ -292,6 +295,49 @@ def describe_inner_folders(inner: Iterable[InnerFolder]) -> list[str]:
     return [line]
 
 
+def describe_class_of_masks(task: Task) -> list[str]:
+    """Return a line if a folder such as masks/ is a class beside others, such as daisy/ and rose/.
+
+    Where another class has such a word in its name, as no_masks, masks are what is told apart. A
+    class may well be called so, as gt among cars: this is no fault.
+    """
+    named = [name for name in task.classes if not MASKS.isdisjoint(words_of(name))]
+    if len(named) != 1 or " ".join(words_of(named[0])) not in FOLDERS_OF_MASKS:
+        return []
+    of_class = [file.place for file in files_of(task) if file.place.class_name == named[0]]
+    inside = [place.class_folder for place in of_class if place.class_folder.name == named[0]]
+    if not inside:
+        return []
+    return [
+        f"{named[0]} is a class here, with {len(inside)} image{'' if len(inside) == 1 else 's'}. If"
+        f" these belong to images of the others, move {inside[0]} out of the data set"
+    ]
+
+
+def describe_decomposed(task: Task) -> list[str]:
+    """Return a line if names of classes or files have accents as separate characters (NFD).
+
+    Older Macs write names so. Splits and the order of classes depend on names, so a copy of the
+    folder whose names are NFC gives other numbers.
+    """
+    names = {*task.classes}
+    for name in SPLITS:
+        images = getattr(task, name).images
+        names.update(file.name for file in ([] if isinstance(images, Tensor) else images))
+    decomposed = sorted(
+        name
+        for name in names
+        if unicodedata.is_normalized("NFD", name) and not unicodedata.is_normalized("NFC", name)
+    )
+    if not decomposed:
+        return []
+    return [
+        f"names with accents in the form NFD, as Macs may write them: {len(decomposed)}, such as"
+        f" {decomposed[0]}. On a copy whose names are in the usual form, NFC, classes are numbered"
+        " and images split otherwise: compare runs on the same copy"
+    ]
+
+
 # --- what is told --------------------------------------------------------------------------------
 
 
@@ -299,30 +345,11 @@ def find_doubtful_names(task: Task) -> list[str]:
     """Return a line for each thing in names of files and folders that may make a number wrong."""
     files = files_of(task)
     return [
-        *find_class_of_masks(files, task.classes),
         *find_labels_of_other_folders(files, task.classes),
         *find_folders_in_classes(files, task.classes),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
-    ]
-
-
-def find_class_of_masks(files: Iterable[ImageFile], classes: Iterable[str]) -> list[str]:
-    """Return a line if a folder such as masks/ is a class beside others, such as daisy/ and rose/.
-
-    Where another class has such a word in its name, as no_masks, masks are what is told apart.
-    """
-    named = [name for name in classes if not MASKS.isdisjoint(words_of(name))]
-    if len(named) != 1 or " ".join(words_of(named[0])) not in FOLDERS_OF_MASKS:
-        return []
-    folders = [file.place.class_folder for file in files if file.place.class_name == named[0]]
-    inside = [folder for folder in folders if folder.name == named[0]]
-    if not inside:
-        return []
-    return [
-        f"{named[0]} is a class here, with {len(inside)} image{'' if len(inside) == 1 else 's'}. If"
-        f" these belong to images of the others, move {inside[0]} out of the data set"
     ]
 
 
@@ -352,9 +379,9 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
     """Return the places that are named as classes, or lie below such, but not as their own one.
 
     Folders that hold all places do not count, nor does a class's name that is the only one there:
-    it may be the name of the whole, as of the photos that are looked through for it. Where some of
-    the folders beside each other are numbers that are no classes, as 1 to 10 of the classes 0 to 9,
-    numbers are no names of classes there: classes are numbered otherwise, or there are none.
+    it may be the name of the whole, as of the photos that are looked through for it. Numbers do not
+    count where folders beside each other are numbered otherwise than classes, see
+    `are_numbered_otherwise`.
     """
     by_name = {as_compared(name): name for name in classes}
     depth = len(common_folder({place.folder for place in places}).parts)
@@ -363,7 +390,11 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
         for place in places
     }
     steps = {step for way in ways.values() for step in way}  # such as (0, "train") and (1, "7")
-    numbered = {k for k, name in steps if name.isdecimal() and name not in by_name}
+    numbers = defaultdict[int, set[str]](set)  # by depth
+    for k, name in steps:
+        if name.isdecimal():
+            numbers[k].add(name)
+    numbered = {k for k in numbers if are_numbered_otherwise(numbers[k], by_name)}
     named = {
         place: {
             by_name[name]
@@ -375,6 +406,22 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
     if len(set[str]().union(*named.values())) < 2:
         return set()
     return {place for place, names in named.items() if names and place.class_name not in names}
+
+
+def are_numbered_otherwise(numbers: Collection[str], classes: Collection[str]) -> bool:
+    """Whether folders with these numbers as names are not those of the classes with these names.
+
+    So it is where more than one in four are no classes, and where folders begin at 1 and classes at
+    0. One more folder, such as 99 for what nobody can read, says nothing of the others.
+
+    >>> are_numbered_otherwise(["1", "2", "3", "4", "5"], ["0", "1", "2", "3", "4"])
+    True
+    >>> are_numbered_otherwise(["0", "1", "2", "3", "99"], ["0", "1", "2", "3"])
+    False
+    """
+    others = [number for number in numbers if number not in classes]
+    from_0 = {str(int(number) - 1) for number in numbers}
+    return 4 * len(others) > len(numbers) or (len(others) > 0 and from_0 <= {*classes})
 
 
 def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) -> list[str]:
@@ -524,30 +571,6 @@ def find_converted(files: Collection[ImageFile]) -> list[str]:
         f"images that have a namesake with another ending: {len(twins)},"
         f" such as {names}. Are these an image and its mask, or the same picture, converted or"
         " edited? Then remove one of both"
-    ]
-
-
-def find_decomposed(task: Task) -> list[str]:
-    """Return a line if names of classes or files have accents as separate characters (NFD).
-
-    Older Macs write names so. Splits and the order of classes depend on names, so a copy of the
-    folder whose names are NFC gives other numbers.
-    """
-    names = {*task.classes}
-    for name in SPLITS:
-        images = getattr(task, name).images
-        names.update(file.name for file in ([] if isinstance(images, Tensor) else images))
-    decomposed = sorted(
-        name
-        for name in names
-        if unicodedata.is_normalized("NFD", name) and not unicodedata.is_normalized("NFC", name)
-    )
-    if not decomposed:
-        return []
-    return [
-        f"names with accents in the form NFD, as Macs may write them: {len(decomposed)}, such as"
-        f" {decomposed[0]}. On a copy whose names are in the usual form, NFC, classes are numbered"
-        " and images split otherwise: compare runs on the same copy"
     ]
 
 

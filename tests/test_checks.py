@@ -1,5 +1,6 @@
 """What is asked of a task before a run: what a script hands over, and what is doubtful."""
 
+import logging
 import os
 import shutil
 import unicodedata
@@ -38,6 +39,7 @@ from support.checks import (
     find_without_class,
     most_lose_levels,
 )
+from support.experiment import log_contents
 from support.names import (
     ImageFile,
     describe,
@@ -314,9 +316,9 @@ def test_accents_as_old_macs_write_them_are_told(tmp_path: Path) -> None:
     for name, told in (("Kü", 0), ("Ku\u0308", 1), ("\u0915\u093c", 0), ("Ku", 0)):
         place = tmp_path / str(told) / name
         photos_in(place, [f"{kind}/{k}.png" for kind in ("cat", name) for k in range(5)])
-        lines = [line for line in find_doubts(folder(place, 0)) if "NFD" in line]
+        lines = [line for line in describe(folder(place, 0)) if "NFD" in line]
         assert len(lines) == told
-        in_memory = [line for line in find_doubts(own(classes=[name, "b", "c"])) if "NFD" in line]
+        in_memory = [line for line in describe(own(classes=[name, "b", "c"])) if "NFD" in line]
         assert len(in_memory) == told
 
 
@@ -844,6 +846,30 @@ def test_classes_that_are_numbered_otherwise_than_folders_are_taken() -> None:
     assert about_labels(task._replace(test=one_wrong)) == told
 
 
+@pytest.mark.parametrize(
+    ("folders", "wrong"),
+    [
+        ("0 1 2 3 4 5 6 7 8 9 99", 9),  # 99 for what nobody can read
+        ("0 1 10 2 3 4 5 6 7 8", 7),  # in the order of texts
+        ("1 2 3 4 5 6 7 8 9 10", 0),  # classes begin at 0
+        ("0 1 2 3 4 5 6 7 8 9 97 98 99", 9),
+        ("0 1 2 3 4 5 6 7 8 9 96 97 98 99", 0),  # more than one in four
+    ],
+)
+def test_one_number_that_is_no_class_hides_no_wrong_label(folders: str, wrong: int) -> None:
+    """Labels count the folders from 0, or from 1 where the folders 0 to 9 come first."""
+    classes = [str(k) for k in range(10)]
+    names = folders.split()
+    shift = names[:10] == classes
+    labels = torch.tensor([min(k + shift, 9) for k in range(len(names))])
+    splits = [Split([Path(f"/d/{part}/{x}/0.png") for x in names], labels) for part in SPLITS]
+    task = Task("own", *splits, classes)
+    told = about_labels(task)
+    assert len(told) == (wrong > 0)
+    if told:
+        assert told[0].startswith(f"train {wrong} of {len(names)}, val {wrong} of")
+
+
 def test_absolute_and_relative_paths_may_be_mixed(tmp_path: Path) -> None:
     photos_in(tmp_path, ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png"])
     files = sorted(tmp_path.rglob("*.png"))
@@ -1139,8 +1165,34 @@ def test_a_folder_of_masks_beside_classes_is_told(
         for k in range(5):
             (tmp_path / kind).mkdir(exist_ok=True)
             Image.new("L", (4, 4), k).save(tmp_path / kind / f"{kind}-{k}.png")
-    told = [line for line in find_doubtful_names(folder(tmp_path, 0)) if "is a class here" in line]
+    told = [line for line in describe(folder(tmp_path, 0)) if "is a class here" in line]
     assert len(told) == is_told
     if told:
         assert told[0].startswith(f"{folder_of_masks} is a class here, with 5 images. If these")
         assert told[0].endswith(f", move {tmp_path / folder_of_masks} out of the data set")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("gt civic golf", "gt is a class here"),
+        ("labels boxes bags", "labels is a class here"),
+        ("masks gloves goggles", "masks is a class here"),
+        ("annotations stamps seals", "annotations is a class here"),
+        ("Ka\u0308tzchen Hund", "names with accents in the form NFD"),
+    ],
+)
+def test_names_that_may_be_meant_so_are_no_problem(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: str, said: str
+) -> None:
+    """Nor a warning, which a run shows with --quiet, too."""
+    photos_in(tmp_path, [f"{kind}/{kind}{k}.png" for kind in names.split() for k in range(5)])
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert found.problems == []
+    (line,) = [line for line in found.holds if line.startswith(said)]
+    task = folder(tmp_path, 0)
+    assert find_doubts(task) == []
+    with caplog.at_level(logging.INFO):
+        log_contents("pets", task)
+    (record,) = [record for record in caplog.records if line in record.getMessage()]
+    assert record.levelno == logging.INFO
