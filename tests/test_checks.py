@@ -635,7 +635,7 @@ def test_copies_that_have_their_originals_name_but_for_a_word_are_told() -> None
     "change",
     [
         *("{}_flipLR", "{}_90deg", "{} - Copy (2)", "aug_{}_123", "Copy of {}", "{}-bright"),
-        *("resized/{}", "more/{}"),
+        *("resized/{}", "more/{}", "{}_зеркало", "{} - 副本", "{}_größer"),
     ],
 )
 def test_changed_copies_are_told_where_one_is_not_in_training(change: str) -> None:
