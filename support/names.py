@@ -35,8 +35,8 @@ COPIES = {"copy", "aug", "augmented", "flip", "flipped", "mirrored", "rot", "rot
 COPIES |= {"crop", "resized", "thumb", "thumbnail", "edited"}
 MADE = MASKS | COPIES
 # Names of a folder that may hold what belongs to the images of all classes; mask alone is a class.
-FOLDERS_OF_MASKS = {"masks", "labels", "annotations", "segmentations", "gt", "groundtruth"}
-FOLDERS_OF_MASKS |= {"ground truth"}
+FOLDERS_OF_MASKS = {"masks", "labels", "annotations", "segmentation", "segmentations"}
+FOLDERS_OF_MASKS |= {"gt", "groundtruth", "ground truth"}
 # Words that say what a file is, of which image it ever may be: those of masks and copies, of the
 # image itself, as in img_0.png beside mask_0.png, and the first one of ground_truth.
 ROLES = MADE | {word for word, meaning in NO_CLASS.items() if meaning == "image"}

@@ -183,6 +183,10 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
             "vit_smal_patch14_dinov2",
             "no network of this name, did you mean timm:vit_small_patch14_",
         ),
+        (
+            "vit_small_patch14_dinov2.nosuchtag",
+            "no weights of this name; it has vit_small_patch14_dinov2.lvd142m",
+        ),
         ("resnet18", "resnet18: ResNet is not computed here, only timm's VisionTransformer"),
         ("vit_small_patch16_18x2_224", "ParallelThingsBlock"),
     ],
