@@ -14,6 +14,7 @@ from data import (
     Pool,
     Split,
     Task,
+    find_folder_of_classes,
     find_images,
     in_words,
     look_at_file,
@@ -52,13 +53,16 @@ class Check(BaseModel):
         return "\n".join([*self.problems, f"{self.name}", *self.holds, end])
 
 
-def check(name: str, root: Path, partial: bool = False) -> Check:
+def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -> Check:
     """Open every image of a benchmark or of a folder, and list all that is wrong with it.
 
-    A folder that has two or more folders is a labelled task, any other one a pool. With `partial` a
-    benchmark may be a subset. Raises UsageError if there is no such data set.
+    A folder that has two or more folders, or only wraps one that has, is a labelled task, unless it
+    is to be checked `as_pool`; any other one is a pool. With `partial` a benchmark may be a subset.
+    Raises UsageError if there is no such data set.
     """
     name = name_or_folder(name)
+    if as_pool and not name.startswith("folder:"):
+        raise UsageError(f"--pool: is for a folder of images; {name} is checked as what it is")
     if name.partition(":")[0] == "omniglot":
         return check_omniglot(name)
     place = place_of(name, root)
@@ -66,7 +70,7 @@ def check(name: str, root: Path, partial: bool = False) -> Check:
         raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out)
-    holds, task, problems = open_as_a_run_does(name, place, pool, root, partial)
+    holds, task, problems = open_as_a_run_does(name, place, pool, root, partial, as_pool)
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
     # As a set, but in order. Images beside class folders are opened, too: a pool may take them.
@@ -100,7 +104,9 @@ class Opened(NamedTuple):
     problems: list[str]  # those that kept it from being opened, and faults of a folder
 
 
-def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: bool) -> Opened:
+def open_as_a_run_does(
+    name: str, place: Path, pool: Pool, root: Path, partial: bool, as_pool: bool
+) -> Opened:
     """Open a benchmark, or the folder `place` as a task or a pool, and say what it holds.
 
     `pool` has all images of the folder; where nothing else can be opened, it is what is described.
@@ -109,8 +115,6 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
     holds = [f"images: {len(pool.images)}", *others]
     task: Task | None = None
     problems: list[str] = []
-    folders = subfolders(place)
-    is_task = len(folders) > 1 or any(folder.name.lower() == "train" for folder in folders)
     with collected(problems):
         if name in BENCHMARKS:
             benchmark = open_task(name, 0, root, partial=partial)
@@ -120,19 +124,38 @@ def open_as_a_run_does(name: str, place: Path, pool: Pool, root: Path, partial: 
                 for split in SPLITS:
                     of_split = getattr(benchmark, split)
                     problems += find_lacking_classes(split, of_split, benchmark.classes)
-        elif is_task:
+        elif not as_pool and find_folder_of_classes(place):
+            holds[0] += "; if they are to have no labels, add --pool"
             with as_usage_error(str(place)):
                 task, faults = read_folder(place, seed=0)
                 holds = describe(task)
                 problems += faults
+        elif pool.images:
+            holds = [describe_pool(place, pool, as_pool), *others]
         else:
-            if not pool.images:
-                but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
-                problems.append(f"{place}: has no images{but}; put some there, or give another one")
-            labelled = "no two class folders" if folders else "no class folders"
-            unlabelled, *_ = describe(pool)
-            holds = [f"a pool, since there are {labelled}; {unlabelled}", *others]
+            but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
+            problems.append(
+                f"{place}: has no images{but}; put labelled ones into {place}/CLASS, a folder for"
+                f" each class, and those of a pool, which need no labels, into {place}"
+            )
     return Opened(holds, task, problems)
+
+
+def describe_pool(place: Path, pool: Pool, as_pool: bool) -> str:
+    """Say how many images the folder `place` has and, unless it was asked for, why it is a pool."""
+    unlabelled, *_ = describe(pool)
+    if as_pool:
+        return unlabelled
+    folders = subfolders(place)  # one at most
+    why = f"{folders[0].name} is its only folder" if folders else "it has no folders"
+    inside = find_folder_of_classes(folders[0]) if folders else None
+    labelled = (
+        f"If they are to be labelled, the classes may be in {inside}: give that"
+        if inside
+        else "A labelled data set has a folder for each of two or more classes:"
+        f" {place.name}/CLASS/IMAGE"
+    )
+    return f"a pool, since {why}; {unlabelled}. {labelled}"
 
 
 def read_each(files: Iterable[Path]) -> tuple[dict[Path, Look], list[str]]:

@@ -16,7 +16,7 @@ from copies import make, picture
 from loopback import Server
 from PIL import Image
 from torchvision.datasets import OxfordIIITPet
-from toy import done, photos_in, refusal
+from toy import done, photos_in, refusal, run
 
 import data
 from config import FinetuneConfig
@@ -109,7 +109,11 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
 
 def test_a_folder_without_images_is_a_problem(tmp_path: Path) -> None:
     (problem,) = check(f"folder:{tmp_path}", tmp_path).problems
-    assert problem == f"{tmp_path}: has no images; put some there, or give another one"
+    assert problem == (
+        f"{tmp_path}: has no images; put labelled ones into {tmp_path}/CLASS, a folder for each"
+        f" class, and those of a pool, which need no labels, into {tmp_path}"
+    )
+    assert check(f"folder:{tmp_path}", tmp_path).holds == ["images: 0"]  # not: "a pool"
     (tmp_path / "1.heic").touch()
     (problem,) = check(f"{tmp_path}", tmp_path).problems
     assert "has no images, but 1 .heic; put" in problem
@@ -198,7 +202,8 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     ]
     assert str(check(f"{tmp_path}/set/a", tmp_path)).splitlines() == [
         f"folder:{tmp_path}/set/a",
-        "a pool, since there are no class folders; images without labels: 5",
+        "a pool, since it has no folders; images without labels: 5. A labelled data set has a"
+        " folder for each of two or more classes: a/CLASS/IMAGE",
         "left out: 1 .heic",
         "no problems in 5 images",
     ]
@@ -211,14 +216,57 @@ def test_a_folder_of_one_class_or_of_other_parts_is_said_to_be_what_it_is(tmp_pa
     """One class folder is not none, and images of refused parts are not unlabelled."""
     drawn(tmp_path / "one/daisy/0.png", "0")
     said = str(check(f"{tmp_path}/one", tmp_path))
-    assert "a pool, since there are no two class folders; images without labels: 1\n" in said
+    assert "a pool, since daisy is its only folder; images without labels: 1. A labelled" in said
     assert said.endswith("no problems in 1 image")
     for k, part in enumerate(("Training", "Testing")):
         for kind in "ab":
             drawn(tmp_path / "two" / part / kind / "0.png", f"{k}{kind}")
     problem, _, holds, end = str(check(f"{tmp_path}/two", tmp_path)).splitlines()
     assert "holds Testing, Training" in problem
-    assert (holds, end) == ("images: 4", "1 problem in 4 images")
+    assert holds == "images: 4; if they are to have no labels, add --pool"
+    assert end == "1 problem in 4 images"
+
+
+@pytest.mark.parametrize("inside", ["PHOTOS", "unpacked/PHOTOS", "PHOTOS/train"])
+def test_a_folder_that_wraps_a_data_set_is_a_problem_as_it_is_of_a_run(
+    tmp_path: Path, inside: str
+) -> None:
+    """As archives are unpacked. It may be a pool, where that is asked for."""
+    names = [f"{kind}/{k}.png" for kind in ("daisy", "rose") for k in range(5)]
+    photos_in(tmp_path / inside, names)
+    place = tmp_path / inside.removesuffix("/train")
+    told = f"{tmp_path}: holds but one folder; its classes may be in {place}: give that"
+    found = check(f"{tmp_path}", tmp_path)
+    assert (found.problems, found.images) == ([told], 10)
+    with pytest.raises(UsageError, match=re.escape(told.partition(": ")[2])):
+        open_task(f"folder:{tmp_path}", 0, tmp_path)
+    assert check(f"{place}", tmp_path).problems == []
+    found = check(f"{tmp_path}", tmp_path, as_pool=True)
+    assert (found.problems, found.holds) == ([], ["images without labels: 10"])
+    photos_in(tmp_path, ["preview.png"])  # a pool has images beside its folders, too
+    found = check(f"{tmp_path}", tmp_path)
+    assert found.problems == []
+    assert found.holds == [
+        f"a pool, since {Path(inside).parts[0]} is its only folder; images without labels: 11. If"
+        f" they are to be labelled, the classes may be in {place}: give that"
+    ]
+
+
+def test_folders_of_a_pool_are_no_classes_where_it_is_asked_for(tmp_path: Path) -> None:
+    photos_in(tmp_path / "days", ["monday/0.png", "tuesday/0.png"])
+    assert "no image for val of class monday" in said_of_problem(f"data check {tmp_path}/days")
+    assert "images without labels: 2" in done(f"data check {tmp_path}/days --pool")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/back").symlink_to(".")
+    assert "has no images" in said_of_problem(f"data check {tmp_path}/links")
+    assert "--pool: is for a folder of images" in refusal("data check omniglot:Greek --pool")
+
+
+def said_of_problem(line: str) -> str:
+    """What `data check` says of a data set with a problem: stdout."""
+    code, out, err = run(line)
+    assert (code, err) == (1, "")
+    return out
 
 
 def test_handwriting_is_checked_by_its_name() -> None:
