@@ -38,6 +38,7 @@ from support.checkpoints import (
     find_timm,
     how_to_bring,
     load_backbone,
+    tell_size,
 )
 from support.experiment import (
     Experiment,
@@ -237,8 +238,7 @@ def describe_weights(
     """Return where the weights are or come from, and how large they are."""
     if weights and weights.exists():
         whose = "timm's own, " if cfg.backbone.startswith(TIMM) and not cfg.weights else ""
-        size = weights.stat().st_size / 1e6
-        return {"weights": f"{whose}{weights}, here, {size:.0f} MB"}
+        return {"weights": f"{whose}{weights}, here, {tell_size(weights.stat().st_size)}"}
     if cfg.backbone.startswith(TIMM):
         size = 4 * count_numbers(networks.backbone) / 1e6  # of float32
         told = f"timm's own, not in HF_HOME, to be fetched, about {size:.0f} MB"

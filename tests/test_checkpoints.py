@@ -1,9 +1,12 @@
 """Official files, adapters of this edition and of the one before, and the released layout."""
 
+import io
 import json
 import re
+import zipfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import fixture
+from safetensors.torch import save as save_safetensors
 from safetensors.torch import save_file
 from toy import run
 
@@ -74,7 +78,8 @@ def test_weights_are_downloaded_once_on_first_use(
     load(backbone="vit_b16")
     place.write_bytes(content[:-500])
     said = run(line.replace("--out f", "--out g")).err.splitlines()[-1]
-    assert str(place) in said and "fetched anew" in said
+    kB = round((len(content) - 500) / 1000)
+    assert said.endswith(f"{place} ({kB} kB) is cut off; remove it, and it is fetched anew")
 
 
 def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -204,15 +209,12 @@ def test_an_adapter_stays_as_it_was_read_where_the_file_is_written_anew(tmp_path
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_what_torch_refuses_is_told_in_its_words_with_a_remedy(
-    tmp_path: Path, zipped: bool
-) -> None:
+def test_what_torch_refuses_is_named_with_a_remedy(tmp_path: Path, zipped: bool) -> None:
     """Such as the best accuracy, a number of numpy."""
     content = {"model": official_layout("vit_mini"), "best": np.float64(71.2)}
     torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(
-        UsageError, match=r"save \{\"model\": network\.st.* GLOBAL numpy\.\S+\.scalar"
-    ):
+    said = r"holds numpy\.\S+\.scalar beside tensors.*; save \{\"model\": network\.state_dict"
+    with pytest.raises(UsageError, match=said):
         load(weights=tmp_path / "w.pth")
 
 
@@ -272,6 +274,91 @@ def test_a_file_that_is_no_checkpoint_is_told_what_one_is(tmp_path: Path) -> Non
         load(weights=picture)
     with pytest.raises(UsageError, match=said + "the file of this network, with timm's names$"):
         load(weights=picture, backbone="timm:test_vit2")
+
+
+def as_bytes(content: object, **how: Any) -> bytes:
+    """What torch.save writes of it."""
+    file = io.BytesIO()
+    torch.save(content, file, **how)
+    return file.getvalue()
+
+
+def of_torch(end: int | None = None) -> bytes:
+    """A file of torch's format, up to this byte."""
+    return as_bytes({"model": official_layout("vit_mini")})[:end]
+
+
+def of_old_torch(end: int | None = None) -> bytes:
+    """The same in the format that torch had before its version 1.6."""
+    content = {"model": official_layout("vit_mini")}
+    return as_bytes(content, _use_new_zipfile_serialization=False)[:end]
+
+
+def of_safetensors(end: int | None = None) -> bytes:
+    """The same in the format of safetensors."""
+    return save_safetensors(official_layout("vit_mini"))[:end]
+
+
+def archive(name: str) -> bytes:
+    """A zip archive of one file."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as files:
+        files.writestr(name, "hello")
+    return file.getvalue()
+
+
+PAGE = b"\n<!DOCTYPE html><title>Log in, f\xc3\xbcr alle</title>"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+ANEW = "; fetch it anew$"
+CUT = r" \(\d+ \w+\) is cut off" + ANEW
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("w.pth", of_torch(300_000), r" \(300 kB\) is cut off" + ANEW),
+        ("w.pth", of_torch(-1), CUT),
+        *(("w.pth", of_old_torch(end), CUT) for end in (100, 5000, 90_000, -9)),
+        ("w.safetensors", of_safetensors(-1), CUT),
+        *(("w.safetensors", of_safetensors(end), CUT) for end in (5, 8, 9, 700)),
+        ("w.pth", b"", r" \(0 bytes\) is empty" + ANEW),
+        ("w.safetensors", b"", r" \(0 bytes\) is empty" + ANEW),
+        ("w.pth", bytes(9000), r" \(9 kB\) begins with zeros, as if it was cut off" + ANEW),
+        ("w.pth", PAGE, r" \(48 bytes\) is a web page, not the file itself" + ANEW),
+        ("w.safetensors", PAGE, r" \(48 bytes\) is a web page, not the file itself" + ANEW),
+        ("w.pth", b'{"error": "gone"}', r" \(17 bytes\) is a text, not the file itself" + ANEW),
+        ("w.pth", POINTER, " is a pointer of git-lfs, .*`git lfs pull`"),
+        ("w.safetensors", POINTER, " is a pointer of git-lfs, .*`git lfs pull`"),
+        ("w.pth", archive("a/b.txt"), r" is an archive of a/b\.txt; unpack it"),
+        ("w.safetensors", archive("a/b.txt"), r" is an archive of a/b\.txt; unpack it"),
+        ("w.safetensors", of_torch(), r" is a file of torch; let its name end in \.pth"),
+        ("w.safetensors", of_old_torch(), r" is a file of torch; let its name end in \.pth"),
+        ("w.pth", of_safetensors(), " has the format of safetensors; let its name end in "),
+        ("w.pth", as_bytes({"x": Fraction(1)}), r" holds fractions\.Fraction beside .*; save \{"),
+        ("w.pth", as_bytes([torch.ones(1)]), " holds list, no tensors by name; save {"),
+    ],
+    ids=lambda value: "" if isinstance(value, bytes) else value,
+)
+def test_a_file_that_is_not_the_weights_or_did_not_come_whole_is_told_as_what_it_is(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    """In a line of ours; torch writes many."""
+    file = tmp_path / name
+    file.write_bytes(content)
+    for backbone in ("vit_mini", "timm:test_vit2"):
+        with pytest.raises(UsageError, match=f"^--weights: {file}{said}"):
+            load(weights=file, backbone=backbone)
+
+
+def test_whole_files_of_each_format_are_read(tmp_path: Path) -> None:
+    """So that it is the missing bytes that the test above refuses."""
+    for name, content in (
+        ("a.pth", of_torch()),
+        ("b.pth", of_old_torch()),
+        ("c.safetensors", of_safetensors()),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert load(weights=tmp_path / name).arch == BACKBONES["vit_mini"]
 
 
 @pytest.mark.parametrize(
