@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from toy import PEFT_STEPS, done, outside, refusal, save_by_class
 
 import lora
 from align import prepare
-from config import AlignConfig, FinetuneConfig
+from config import PLAIN_VITS, AlignConfig, FinetuneConfig
 from data import IMAGENET, Split, Task, folder, rng
 from finetune import finetune
 from mae import MAE, Decoder, positions
@@ -181,14 +182,19 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
     [
         (
             "vit_smal_patch14_dinov2",
-            "no network of this name, did you mean timm:vit_small_patch14_",
+            "no network of this name; did you mean timm:vit_small_patch14_",
         ),
+        ("swin", "no network of this name; of timm, only plain vision transformers are taken"),
+        ("resnet17", "no network of this name; of timm, only plain vision transformers are"),
         (
             "vit_small_patch14_dinov2.nosuchtag",
             "no weights of this name; it has vit_small_patch14_dinov2.lvd142m",
         ),
-        ("resnet18", "resnet18: ResNet is not computed here, only timm's VisionTransformer"),
-        ("vit_small_patch16_18x2_224", "ParallelThingsBlock"),
+        (
+            "resnet18",
+            "ResNet is not computed here, only timm's VisionTransformer; of timm, only",
+        ),
+        ("vit_small_patch16_18x2_224", "ParallelThingsBlock is not computed here, only timm's Bl"),
     ],
 )
 def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: str) -> None:
@@ -198,8 +204,10 @@ def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: st
 
 
 def test_the_networks_that_people_ask_for_are_taken() -> None:
-    """Which is known without their weights."""
-    for name in ("vit_small_patch14_reg4_dinov2", "vit_base_patch16_clip_224.openai",
+    """Which is known without their weights. Those that are offered to others are among them."""
+    offered = re.findall(r"timm:([\w.]+\w)", PLAIN_VITS)
+    assert len(offered) == 2 and {*offered} <= {*timm.list_pretrained(), *timm.list_models()}
+    for name in (*offered, "vit_small_patch14_reg4_dinov2", "vit_base_patch16_clip_224.openai",
                  "vit_small_patch16_224.dino", "deit3_small_patch16_224.fb_in1k"):  # fmt: skip
         with torch.device("meta"):
             lora.check_vit(timm.create_model(name))
