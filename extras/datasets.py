@@ -20,6 +20,7 @@ from data import (
     look_at_file,
     overheard,
     read_folder,
+    say_remedies,
     subfolders,
 )
 from support.benchmarks import (
@@ -33,7 +34,7 @@ from support.benchmarks import (
 from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
-from support.names import describe, find_doubtful_names, find_masks_in_pool
+from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread
 
 
 class Check(BaseModel):
@@ -69,7 +70,7 @@ def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -
     if not place.is_dir():
         raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
-    pool = Pool(found.images, left_out=found.left_out)
+    pool = Pool(found.images, left_out=found.left_out, unread=found.unread)
     holds, task, problems = open_as_a_run_does(name, place, pool, root, partial, as_pool)
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
@@ -82,11 +83,11 @@ def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -
     looks, unreadable = read_each(files)
     problems += unreadable
     if task:
-        problems += find_copies(task, looks) + find_doubtful_names(task)
+        problems += find_unread(task) + find_copies(task, looks) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
-    elif name not in BENCHMARKS:
-        problems += find_masks_in_pool(found.images)
+    elif name not in BENCHMARKS and found.images:
+        problems += find_unread(pool) + find_masks_in_pool(found.images)
     return Check(
         name=name,
         images=len(files),
@@ -134,10 +135,11 @@ def open_as_a_run_does(
             holds = [describe_pool(place, pool, as_pool), *others]
         else:
             but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
-            problems.append(
-                f"{place}: has no images{but}; put labelled ones into {place}/CLASS, a folder for"
-                f" each class, and those of a pool, which need no labels, into {place}"
+            remedy = say_remedies(pool.left_out) or (
+                f"put labelled ones into {place}/CLASS, a folder for each class, and those of a"
+                f" pool, which need no labels, into {place}"
             )
+            problems.append(f"{place}: has no images{but}; {remedy}")
     return Opened(holds, task, problems)
 
 

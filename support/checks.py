@@ -29,7 +29,14 @@ from data import (
     find_lookalikes,
     size_of,
 )
-from support.names import find_doubtful_names, find_misnamed, paths_of, places_of
+from support.names import (
+    find_doubtful_names,
+    find_misnamed,
+    find_unread,
+    paths_of,
+    places_of,
+    shorten,
+)
 
 MOST_BYTES = 2**31  # of training files that are read to compare them: seconds on a local disk
 
@@ -224,13 +231,15 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
 def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[str]:
     """Return a line for each thing that is not refused, but that readers of an accuracy must know.
 
-    Such things are: splits that share images, images with two labels, images made from others,
-    labels that are not those of the folders, folders of images inside of class folders, images that
-    are black or of one colour, classes that a split lacks, and labels that are not counted.
+    Such things are: images of kinds that are not read, splits that share images, images with two
+    labels, images made from others, labels that are not those of the folders, folders of images
+    inside of class folders, images that are black or of one colour, classes that a split lacks, and
+    labels that are not counted.
     `looks` has what was found in each image file that was read before.
     """
     looks = looks or {}
-    doubts = find_common_images(task, {file: look.digest for file, look in looks.items()})
+    doubts = find_unread(task)
+    doubts += find_common_images(task, {file: look.digest for file, look in looks.items()})
     doubts += find_doubtful_names(task)
     for name in SPLITS:
         split: Split = getattr(task, name)
@@ -311,17 +320,6 @@ def find_lacking_classes(name: str, split: Split, classes: Sequence[str]) -> lis
                 f"{name}: no image is without class {shorten(sure)}, so any network finds it"
             )
     return lines
-
-
-def shorten(names: Sequence[str]) -> str:
-    """Return names as a text, of more than ten the first five.
-
-    >>> shorten(["a", "b"]), shorten("abcdefghijkl")
-    ('a, b', 'a, b, c, d, e and 7 more')
-    """
-    if len(names) <= 10:
-        return ", ".join(names)
-    return f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def find_without_class(train: Split) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from data import (
     MOST_SIZES,
     NO_CLASS,
+    PACKED,
     SPLITS,
     WORD,
     Pool,
@@ -26,6 +27,7 @@ from data import (
     as_compared,
     count_by_class,
     in_words,
+    say_remedies,
     words_of,
 )
 
@@ -254,6 +256,9 @@ def describe(source: Task | Pool) -> list[str]:
         lines += describe_class_of_masks(source) + describe_decomposed(source)
     if source.left_out:
         lines.append(f"left out: {in_words(source.left_out)}")
+        # Images that are left out are told as a doubt, see `find_unread`.
+        if remedy := say_remedies(PACKED.intersection(source.left_out)):
+            lines[-1] += f"; {remedy} if their images are needed"
     return lines
 
 
@@ -339,6 +344,43 @@ def describe_decomposed(task: Task) -> list[str]:
 
 
 # --- what is told --------------------------------------------------------------------------------
+
+
+def find_unread(source: Task | Pool) -> list[str]:
+    """Return a line if there are images of kinds that are not read, and how many of each class.
+
+    The classes that lack the most come first. Those without any image that is read are refused.
+    """
+    if isinstance(source, Pool):
+        read = {"": len(source.images)}
+        unread = {"": source.unread} if source.unread else {}
+    else:
+        of_splits = [count_by_class(getattr(source, name), len(source.classes)) for name in SPLITS]
+        of_classes = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
+        read = dict(zip(source.classes, of_classes, strict=False))
+        unread = {name: counts for name, counts in source.unread.items() if read[name]}
+    if not unread:
+        return []
+    lost = {name: sum(counts.values()) for name, counts in unread.items()}
+    told = []
+    for name in sorted(lost, key=lambda name: read[name] / lost[name]):
+        endings = ", ".join(sorted(unread[name]))
+        told.append(f"{name} {lost[name]} of {lost[name] + read[name]} ({endings})".strip())
+    return [
+        f"images of kinds that are not read: {shorten(told)}. Convert them to JPEG or PNG, or"
+        " remove them"
+    ]
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return names as a text, of more than ten the first five.
+
+    >>> shorten(["a", "b"]), shorten("abcdefghijkl")
+    ('a, b', 'a, b, c, d, e and 7 more')
+    """
+    if len(names) <= 10:
+        return ", ".join(names)
+    return f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def find_doubtful_names(task: Task) -> list[str]:

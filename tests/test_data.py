@@ -305,6 +305,14 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
             [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/1.heic", "z/2.heic"],
             "^class z has no image, but 2 .heic: convert images to JPEG or PNG, or remove it",
         ),
+        (
+            [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/z.tar.gz", "z/z.CR2"],
+            "^class z has no image, but 1 .cr2, 1 .gz: convert images to JPEG or PNG, unpack ar",
+        ),
+        (
+            [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/z.txt"],
+            "^class z has no image, but 1 .txt: put some into its folder, or remove it",
+        ),
         (["train/a/1.png", "train/b/1.png", "validation/a/1.png"], "validation"),
         (
             [f"{c}/{i}.png" for c in ("cat", "Cat", "x") for i in "123"],
@@ -793,5 +801,22 @@ def test_heic_under_another_name_is_told_by_its_first_bytes(tmp_path: Path) -> N
     with pytest.raises(data.ImageError, match=r"photo\.jpg: .*is HEIC.*convert it to JPEG"):
         data.read_image(photo)
     photo = photo.rename(tmp_path / "photo.HEIC")
-    with pytest.raises(data.ImageError, match=r"\(HEIC has to be converted to JPEG or PNG\)"):
+    with pytest.raises(data.ImageError, match=r"is HEIC.*convert it to JPEG or PNG\)"):
         data.read_image(photo)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a.CR2", r"\(\.cr2: convert images to JPEG or PNG\)"),
+        ("a.zip", r"\(\.zip: unpack archives\)"),
+        ("a.png", r"\(cannot identify image file\)"),
+    ],
+)
+def test_a_file_of_a_kind_that_is_not_read_is_told_with_what_to_do(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """As where `predict` is given one by its name."""
+    (tmp_path / name).write_bytes(b"nothing that Pillow knows")
+    with pytest.raises(data.ImageError, match=rf"a\.\w+: cannot be read {said}"):
+        data.read_image(tmp_path / name)

@@ -21,9 +21,10 @@ from toy import done, photos_in, refusal, run
 import data
 from config import FinetuneConfig
 from extras.datasets import check
-from support.benchmarks import BENCHMARKS, download, open_task
+from support.benchmarks import BENCHMARKS, download, open_pool, open_task
+from support.checks import find_doubts
 from support.errors import RunError, UsageError
-from support.experiment import look_at_data
+from support.experiment import look_at_data, look_at_pool
 
 
 def test_check_counts_what_is_missing_and_names_what_is_damaged(tmp_path: Path) -> None:
@@ -116,7 +117,10 @@ def test_a_folder_without_images_is_a_problem(tmp_path: Path) -> None:
     assert check(f"folder:{tmp_path}", tmp_path).holds == ["images: 0"]  # not: "a pool"
     (tmp_path / "1.heic").touch()
     (problem,) = check(f"{tmp_path}", tmp_path).problems
-    assert "has no images, but 1 .heic; put" in problem
+    assert problem.endswith("has no images, but 1 .heic; convert images to JPEG or PNG")
+    (tmp_path / "1.heic").rename(tmp_path / "photos.7z")
+    (problem,) = check(f"{tmp_path}", tmp_path).problems
+    assert problem.endswith("has no images, but 1 .7z; unpack archives")
 
 
 def test_images_beside_class_folders_are_opened_too(tmp_path: Path) -> None:
@@ -191,20 +195,21 @@ def test_a_class_that_is_called_as_an_image_is_checked_as_one(tmp_path: Path) ->
 def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     for i in range(10):
         drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
-    (tmp_path / "set/a/1.heic").touch()
+    (tmp_path / "set/a/1.txt").touch()
+    (tmp_path / "set/a/old.zip").touch()
     assert str(check(f"{tmp_path}/set", tmp_path)).splitlines() == [
         f"folder:{tmp_path}/set",
         "2 classes, 10 images: a 5, b 5; train 6, val 2, test 2",
         "drawn image by image: train, val, test. If several images show one patient, film or"
         " object, divide them yourself, as the guide shows",
-        "left out: 1 .heic",
+        "left out: 1 .txt, 1 .zip; unpack archives if their images are needed",
         "no problems in 10 images",
     ]
     assert str(check(f"{tmp_path}/set/a", tmp_path)).splitlines() == [
         f"folder:{tmp_path}/set/a",
         "a pool, since it has no folders; images without labels: 5. A labelled data set has a"
         " folder for each of two or more classes: a/CLASS/IMAGE",
-        "left out: 1 .heic",
+        "left out: 1 .txt, 1 .zip; unpack archives if their images are needed",
         "no problems in 5 images",
     ]
     (tmp_path / "set/c").symlink_to("nowhere")
@@ -303,10 +308,44 @@ def test_a_download_is_verified_and_looked_through(
 
 def test_an_archive_is_told_to_be_unpacked(tmp_path: Path) -> None:
     archive = tmp_path / "photos.zip"
-    archive.touch()
-    for look in (check, partial(open_task, seed=0)):
-        with pytest.raises(UsageError, match=r"photos\.zip is a file; give a folder, .* unpacked"):
+    looks: tuple[Any, ...] = (check, partial(open_task, seed=0))
+    for look in looks:
+        with pytest.raises(UsageError, match=r"there is no .*photos\.zip; an archive has to be un"):
             look(str(archive), root=tmp_path)
+    archive.touch()
+    (tmp_path / "photos.jpg").touch()
+    for look in (*looks, open_pool):
+        with pytest.raises(UsageError, match=r"photos\.zip is an archive: unpack it, and give"):
+            look(str(archive), root=tmp_path)
+        with pytest.raises(UsageError, match=r"photos\.jpg is a file; give a folder of images"):
+            look(str(tmp_path / "photos.jpg"), root=tmp_path)
+
+
+def empty_files(root: Path, names: str) -> None:
+    """Files without content, such as those whose kind is known by their names."""
+    for name in names.split():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def test_images_of_kinds_that_are_not_read_are_told_by_class_in_check_and_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The class that lacks the most comes first. Originals of converted images lack nothing."""
+    names = [f"{part}/{kind}/{k}.png" for part in ("train", "test")
+             for kind in ("daisy", "rose", "tulip") for k in range(5)]  # fmt: skip
+    photos_in(tmp_path, [*names, "test/daisy/IMG_6.heic.png"])
+    empty_files(tmp_path, "train/rose/0.NEF test/daisy/img_6.HEIC test/notes.pdf train/rose/a.txt")
+    assert check(f"{tmp_path}", tmp_path).problems == []
+    empty_files(tmp_path, "test/daisy/7.gif train/tulip/7.CR2 test/tulip/more/8.heic")
+    told = "images of kinds that are not read: %s. Convert them to JPEG or PNG, or remove them"
+    of_classes = told % "tulip 2 of 12 (.cr2, .heic), daisy 1 of 12 (.gif)"
+    assert check(f"{tmp_path}", tmp_path).problems == [of_classes]
+    assert find_doubts(open_task(f"folder:{tmp_path}", 0, tmp_path)) == [of_classes]
+    of_pool = told % "4 of 35 (.cr2, .gif, .heic, .pdf)"
+    assert check(f"{tmp_path}", tmp_path, as_pool=True).problems == [of_pool]
+    look_at_pool(f"{tmp_path}", open_pool(f"{tmp_path}", tmp_path))
+    assert f"pool: {of_pool}" in caplog.messages
 
 
 def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(

@@ -196,7 +196,7 @@ def test_a_result_of_an_older_version_does_not_say_which_adapter_is_its_own(phot
 
 
 def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
-    photos: Task, monkeypatch: pytest.MonkeyPatch
+    photos: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("a.heic", "b.HEIC", "c.gif"):
         (Path("unknown") / name).touch()
@@ -213,6 +213,8 @@ def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
     assert sorted(read) == files
     assert found.left_out == {".heic": 2, ".gif": 1}
     assert str(found).endswith("\nleft out: 2 .heic, 1 .gif")
+    (told,) = [line for line in caplog.messages if "kinds that are not read" in line]
+    assert f"not read: 3 of {3 + len(files)} (.gif, .heic). Convert them to JPEG or PNG" in told
 
 
 def test_images_that_cannot_be_read_are_named_and_the_others_classified(
