@@ -38,6 +38,7 @@ from support.checkpoints import (
     find_timm,
     how_to_bring,
     load_backbone,
+    tag_of,
     tell_size,
 )
 from support.experiment import (
@@ -83,7 +84,7 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
         found |= plan_pretrain(cfg, out, pool)
     else:
         if weights is None:  # they are timm's own
-            check_timm(cfg.backbone)
+            check_timm(cfg.backbone, has_file=False)
             weights = find_timm(cfg.backbone)
         has_weights = weights is not None and weights.exists()
         if isinstance(cfg, AlignConfig):
@@ -91,7 +92,7 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
         else:
             found |= plan_finetune(cfg, out, weights, has_weights)
             cfg = with_earlier(out, cfg)  # the rates that it goes on with
-    return found | {"unlike the paper": cfg.unlike_paper()}
+    return found | {"unlike the paper": describe_differences(cfg)}
 
 
 def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
@@ -236,15 +237,35 @@ def describe_weights(
     cfg: AlignConfig | FinetuneConfig, weights: Path | None, networks: Pretrained
 ) -> Record:
     """Return where the weights are or come from, and how large they are."""
+    whose = ""
+    if cfg.backbone.startswith(TIMM) and not cfg.weights:
+        tag = tag_of(cfg.backbone)
+        whose = f"timm's own ({tag}), " if tag else "timm's own, "
     if weights and weights.exists():
-        whose = "timm's own, " if cfg.backbone.startswith(TIMM) and not cfg.weights else ""
         return {"weights": f"{whose}{weights}, here, {tell_size(weights.stat().st_size)}"}
     if cfg.backbone.startswith(TIMM):
         size = 4 * count_numbers(networks.backbone) / 1e6  # of float32
-        told = f"timm's own, not in HF_HOME, to be fetched, about {size:.0f} MB"
+        told = f"{whose}not in HF_HOME, to be fetched, about {size:.0f} MB"
         return {"weights": f"{told}; {how_to_bring(cfg.backbone)}"}
     key = (cfg.backbone, cfg.pretext)
     return {"weights": f"{OFFICIAL_FILES[key]}, to be fetched, {SIZES[key]} MB"}
+
+
+def describe_differences(cfg: AnyConfig) -> Record:
+    """Return what is not as in the paper: settings by name, and the weights of networks of timm.
+
+    Whether these are of MAE or I-JEPA is known by what timm calls them. Of a file or folder it is
+    not known.
+    """
+    found = cfg.unlike_paper()
+    if isinstance(cfg, PretrainConfig) or not cfg.backbone.startswith(TIMM):
+        return found
+    tag = None if cfg.weights else tag_of(cfg.backbone)
+    if tag is None:
+        found["weights"] = "perhaps not of MAE or I-JEPA, as the paper's are"
+    elif not any(name in tag for name in ("mae", "ijepa")):
+        found["weights"] = f"{tag} (the paper's are of MAE or I-JEPA)"
+    return found
 
 
 def describe_network(arch: Arch, pretext: str) -> Record:

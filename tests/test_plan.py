@@ -23,6 +23,7 @@ from toy import (
 from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
 from extras.plan import (
     count_trials,
+    describe_differences,
     describe_length,
     describe_network,
     images_of_share,
@@ -33,6 +34,7 @@ from extras.plan import (
     tell_duration,
     what_is_left,
 )
+from support.checkpoints import check_timm
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -122,6 +124,36 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     monkeypatch.setattr("extras.plan.MOST_NUMBERS", 1)
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["about"].startswith("not known") and "training step" not in plan
+
+
+@pytest.mark.parametrize(
+    ("backbone", "told"),
+    [
+        ("timm:vit_tiny_patch16_224", "augreg_in21k_ft_in1k (the paper's are of MAE or I-JEPA)"),
+        ("timm:vit_small_patch16_224.dino", "dino (the paper's are of MAE or I-JEPA)"),
+        ("timm:vit_base_patch16_224.mae", None),
+        ("timm:vit_huge_patch14_gap_224.in1k_ijepa", None),
+        ("timm:local-dir:somewhere", "perhaps not of MAE or I-JEPA, as the paper's are"),
+        ("vit_b16", None),
+    ],
+)
+def test_weights_that_are_not_of_the_papers_kind_are_among_what_is_unlike_it(
+    backbone: str, told: str | None
+) -> None:
+    """By what timm calls them, whether it is named or timm's default; of a file nobody knows."""
+    cfg = FinetuneConfig(backbone=backbone, dataset="dtd")
+    assert describe_differences(cfg).get("weights") == told
+    of_file = describe_differences(cfg.replace(weights="w.pth"))
+    assert ("weights" in of_file) == (backbone != "vit_b16")
+    assert told is None or of_file["weights"].startswith("perhaps not")
+
+
+def test_a_network_without_any_weights_in_timm_is_refused_unless_a_file_is_given() -> None:
+    name = "timm:vit_giant_patch14_224"
+    for more in ("", "--dry-run"):
+        said = refusal(f"finetune --backbone {name} --dataset quilts {more}")
+        assert f"{name}: timm has no weights of it; give --weights FILE, or an" in said
+    check_timm(name, has_file=True)
 
 
 def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
@@ -301,6 +333,9 @@ def test_a_network_of_timm_says_whether_its_weights_are_here(
     monkeypatch.setattr("extras.plan.find_timm", lambda name: None)
     monkeypatch.setattr("extras.plan.MOST_STEPS", 2)
     plan = json.loads(done(f"{line} --dry-run --json"))
-    assert "not in HF_HOME, to be fetched, about 1 MB" in plan["weights"]
+    assert plan["weights"].startswith(
+        "timm's own (r160_in1k), not in HF_HOME, to be fetched, about 1 MB; without internet here"
+    )
+    assert plan["unlike the paper"]["weights"].startswith("r160_in1k (the paper's are of MAE")
     assert "/timm/test_vit.r160_in1k/" in plan["weights"] and "--weights FILE" in plan["weights"]
     assert "timed with random weights" in plan["about"]
