@@ -249,7 +249,7 @@ def describe(source: Task | Pool) -> list[str]:
             if not divided:  # otherwise this is told of the folders that are divided
                 lines[-1] += (
                     ". If several images show one patient, film or object, divide them yourself, as"
-                    " the guide shows"
+                    " docs/guide.md shows"
                 )
         if not divided:
             lines += describe_inner_folders(inner)
@@ -492,7 +492,7 @@ def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) 
             f", and those of {n} {word}{'' if n == 1 else 's'} are divided among"
             f" {', '.join(name for name in SPLITS if name in splits)}. If a folder is a person, a"
             " film or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole"
-            " folders, as the guide shows"
+            " folders, as docs/guide.md shows"
         )
         if all(len(folder.splits) == 1 for folder in divided):
             line += "; if it is a kind of images, or each part is numbered anew, this is well"

@@ -1126,7 +1126,7 @@ def test_that_folders_are_divided_is_told_once(tmp_path: Path) -> None:
     found = check(f"folder:{tmp_path}", tmp_path)
     assert found.holds[1:] == ["drawn image by image: train, val"]
     (problem,) = found.problems
-    assert "as the guide shows" in problem
+    assert "as docs/guide.md shows" in problem
 
 
 def test_numbered_patients_of_numbered_classes_are_no_strays(tmp_path: Path) -> None:

@@ -140,11 +140,17 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (("Training/cat", "Training/dog", "Testing/cat"), "Training; parts are named train, val"),
-        (("colour/cat", "colour/dog", "grey/cat", "grey/dog", "docs"), "colour and grey"),
+        (
+            ("Training/cat", "Training/dog", "Testing/cat"),
+            "rename Testing to test and Training to train. If",
+        ),
+        (
+            ("colour/cat", "colour/dog", "grey/cat", "grey/dog", "docs"),
+            "cat: if such folders are classes, give",
+        ),
         (("set/cat", "set/dog", "set (1)/cat", "set (1)/dog"), "both hold a folder cat"),
         (("seg_train/cat", "seg_test/dog"), "named train, val and test"),
-        (("Train2017", "Val2017"), "named train, val and test"),
+        (("Train2017", "Val2017"), "rename Train2017 to train and Val2017 to val. If"),
         (("TestData", "TrainData"), "named train, val and test"),
         (("images", "masks"), "images and masks, which are no classes"),
         (("images", "ground_truth"), "images and ground_truth, which are no classes"),
@@ -152,7 +158,10 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("train/images", "train/labels"), "images and labels, which are no classes"),
         (("images/cat", "images/dog", "masks/cat", "masks/dog"), "images and masks"),
         (("photos/cat", "photos/dog"), r"may be in .*/photos: give that"),
-        (("train/cat", "train/dog", "valid/cat", "valid/dog"), "train, valid; parts are named"),
+        (
+            ("train/cat", "train/dog", "valid/cat", "valid/dog"),
+            ": rename valid to val. If these are",
+        ),
         (("cat/train", "cat/test", "dog/train", "dog/test"), "cat holds test and train"),
         (("cat", "cat/train", "cat/test", "dog", "dog/train"), "cat holds test and train"),
         (("cat", "dog", "dog/Train", "dog/Val"), "dog holds Train and Val: .* as .*/train/dog;"),
@@ -165,14 +174,44 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
         (("cat", "cat/images", "cat/masks", "dog"), "masks are no images .* move .*cat/masks, and"),
         (("train/cat/images", "train/cat/masks", "train/dog"), "train/cat holds images and masks"),
         (("train/cat", "train/dog", "test/cat/1/img", "test/cat/1/GT"), "cat/1 holds img and GT"),
-        (("cat/scan", "cat/masks", "dog/scan", "dog/masks"), "if not, move folders of masks out"),
+        (
+            ("cat/scan", "cat/masks", "dog/scan", "dog/masks"),
+            "if it has masks, move all such folders out",
+        ),
         (
             ("cat/train_images", "cat/test_images", "dog/train_images", "dog/test_images"),
-            "if test_images is a part of each class, make .*/train/cat, .*/test/cat and so on; if",
+            "if it is a part of each class, make .*/train/cat, .*/test/cat and so on; if",
         ),
         (("images", "image_masks"), "images and image_masks, .*. If they are classes, rename im"),
         (("train_val_set", "test_set"), "If these are classes, rename them"),
-        (("Training", "Testing"), "parts are named train, val and test: name them so. If these "),
+        (
+            ("Training", "Testing", "daisy"),
+            "daisy; parts .*: rename Testing to test and .*, and move daisy into both",
+        ),
+        (
+            ("train", "Testing", "daisy"),
+            "daisy, train; .*: rename Testing to test, and move daisy into both",
+        ),
+        (
+            ("train", "test", "val", "docs"),
+            r": move docs into all three \(or out of .* no class\). If",
+        ),
+        (("train_1", "train_2", "test"), "parts are named train, val and test: name them so. If"),
+        (
+            ("bus", "car", "train"),
+            "test. If these are classes, .* is a part, move bus, car into it",
+        ),
+        (("daisy", "rose", "test"), "test: move daisy, rose into .*/train/. If these are classes"),
+        (("trainval/a", "test/a"), "test: rename trainval to train. If these are classes, rename"),
+        (("test/a", "test/b"), "test: put the images to train on, by class, into .*/train/. If"),
+        (
+            ("cat/P01", "dog/P01"),
+            "a folder P01: if .* are patients .* see docs/guide.md, .*; if such .* classes",
+        ),
+        (
+            ("cat/anna", "dog/anna"),
+            "a folder anna: if such folders are classes, .*; if such folders are patients",
+        ),
     ],
 )
 def test_folders_that_are_no_classes_are_refused(
@@ -219,7 +258,7 @@ def test_a_class_may_hold_images_and_a_folder_of_text_files(tmp_path: Path) -> N
 
 DRAWN = (
     "drawn image by image: train, val, test. If several images show one patient, film or object,"
-    " divide them yourself, as the guide shows"
+    " divide them yourself, as docs/guide.md shows"
 )
 
 

@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 import tarfile
-import textwrap
 import unicodedata
 from collections import Counter, defaultdict
 from functools import partial
@@ -201,7 +200,7 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
         f"folder:{tmp_path}/set",
         "2 classes, 10 images: a 5, b 5; train 6, val 2, test 2",
         "drawn image by image: train, val, test. If several images show one patient, film or"
-        " object, divide them yourself, as the guide shows",
+        " object, divide them yourself, as docs/guide.md shows",
         "left out: 1 .txt, 1 .zip; unpack archives if their images are needed",
         "no problems in 10 images",
     ]
@@ -356,8 +355,9 @@ def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(
     names = [f"{kind}/P{p}/{k}.png" for kind in ("cat", "dog") for p in range(20) for k in range(3)]
     photos_in(tmp_path / "PHOTOS", names)
     guide = (Path(data.__file__).parent / "docs/guide.md").read_text()
-    (code,) = re.findall(r"```python\n(  import random\n.*?)```", guide, re.DOTALL)
-    exec(textwrap.dedent(code), {})
+    assert f"\n### {data.PATIENTS}\n" in guide  # a refusal says that it is there
+    (code,) = re.findall(r"```python\n(import random\n.*?)```", guide, re.DOTALL)
+    exec(code, {})
     found = check("folder:DIVIDED", tmp_path)
     assert found.problems == [] and found.images == len(names)
     parts = defaultdict[str, set[str]](set)  # of each patient
