@@ -36,6 +36,8 @@ from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
 from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread
 
+MOST_NAMED = 3  # files and pictures that a line on copies names
+
 
 class Check(BaseModel):
     """What was found in a data set."""
@@ -45,6 +47,7 @@ class Check(BaseModel):
     holds: list[str]  # its classes with their counts, and what was left out, see `names.describe`
     left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
+    copies: list[list[str]] = []  # the files of each picture that is there twice or more
 
     def __str__(self) -> str:
         """Return a line for each problem, what there is, and how many problems."""
@@ -82,8 +85,10 @@ def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -
         files = dict.fromkeys([*beside, *sorted(class_of, key=str)])
     looks, unreadable = read_each(files)
     problems += unreadable
+    copies = find_copies(task, looks) if task else []
+    problems += say_copies(copies, place)
     if task:
-        problems += find_unread(task) + find_copies(task, looks) + find_doubtful_names(task)
+        problems += find_unread(task) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS and found.images:
@@ -94,7 +99,16 @@ def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -
         holds=holds,
         left_out=found.left_out,
         problems=problems,
+        copies=[[str(file) for file in group.files] for group in copies],
     )
+
+
+class Copies(NamedTuple):
+    """Files that show the same picture."""
+
+    files: list[Path]
+    classes: list[str]  # those of the files, such as ["daisy", "rose"]
+    parts: list[str]  # and their parts, such as ["train"]
 
 
 class Opened(NamedTuple):
@@ -190,35 +204,56 @@ def check_omniglot(name: str) -> Check:
     return Check(name=name, images=images, holds=describe(source), left_out={}, problems=[])
 
 
-def find_copies(task: Task, looks: Mapping[Path, Look]) -> list[str]:
-    """Return a problem for each picture that two or more files show, whatever their format.
+def find_copies(task: Task, looks: Mapping[Path, Look]) -> list[Copies]:
+    """Return what files show the same picture, two or more of them, whatever their format.
 
-    Each problem names the files and, where the copies lie in several classes or parts, these, too.
-    Copies in one class are a problem, too: a split may put one of them into training and another
-    one into the test.
+    Those in several classes come first, then those in several parts. Copies in one class are a
+    problem, too: a split may put one of them into training and another one into the test.
     """
     groups = defaultdict[bytes, list[Path]](list)  # files of the same picture, by its digest
     for file, look in looks.items():
         groups[look.digest].append(file)
     class_of, part_of = classes_and_parts(task)
-    problems = []
-    for files in groups.values():
-        if len(files) == 1:
-            continue
-        where = name_several("classes", files, class_of) + name_several("parts", files, part_of)
-        first, *copies = files
-        same = ", ".join(str(file) for file in copies)
-        problems.append(f"{same}: is the same as {first}{where}; keep one of them")
-    return problems
+    copies = [
+        Copies(files, names_of(files, class_of), names_of(files, part_of))
+        for files in groups.values()
+        if len(files) > 1
+    ]
+    return sorted(copies, key=lambda group: (len(group.classes) < 2, len(group.parts) < 2))
 
 
-def name_several(what: str, files: Sequence[Path], name_of: Mapping[Path, str]) -> str:
-    """Return a clause that names the classes (`what`) of files, or "" if they have only one.
+def names_of(files: Iterable[Path], name_of: Mapping[Path, str]) -> list[str]:
+    """Return the names that these files have in `name_of`, each once; some may have none."""
+    return sorted({name_of[file] for file in files if file in name_of})
 
-    Files that `name_of` does not have are passed over.
+
+def say_copies(copies: Sequence[Copies], place: Path) -> list[str]:
+    """Return a line if files of the folder `place` show the same picture; the first are named."""
+    if not copies:
+        return []
+    n = len(copies)
+    pictures = "1 picture is" if n == 1 else f"{n} pictures are"
+    first = ", ".join(say_same(group, place) for group in copies[:MOST_NAMED])
+    rest = f" and {n - MOST_NAMED} more (--json names all)" if n > MOST_NAMED else ""
+    return [f"{pictures} there twice or more: {first}{rest}; keep one file of each"]
+
+
+def say_same(group: Copies, place: Path) -> str:
+    """Return the files of a picture, and their classes and parts where these are several.
+
+    >>> group = Copies([Path("P/a/0.png"), Path("P/b/1.png")], ["a", "b"], ["train"])
+    >>> say_same(group, Path("P"))
+    'a/0.png = b/1.png (classes a, b)'
     """
-    names = sorted({name_of[file] for file in files if file in name_of})
-    return f", in {len(names)} {what}: {', '.join(names)}" if len(names) > 1 else ""
+    names = [str(file.relative_to(place)) for file in group.files]
+    if len(names) > MOST_NAMED:
+        names[MOST_NAMED:] = [f"{len(names) - MOST_NAMED} more"]
+    where = [
+        f"{what} {', '.join(several)}"
+        for what, several in (("classes", group.classes), ("parts", group.parts))
+        if len(several) > 1
+    ]
+    return " = ".join(names) + (f" ({'; '.join(where)})" if where else "")
 
 
 def classes_and_parts(task: Task) -> tuple[dict[Path, str], dict[Path, str]]:

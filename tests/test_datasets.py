@@ -1,6 +1,7 @@
 """`bisslight data`: what is wrong with a data set, and what a download leaves."""
 
 import hashlib
+import json
 import os
 import re
 import tarfile
@@ -161,9 +162,9 @@ def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert [line for line in found.problems if told in line], told
     assert [line for line in found.holds if line.startswith("names with accents in the form NFD")]
-    (copies,) = (line for line in found.problems if "is the same as" in line)
-    assert f"{tmp_path}/train/a/0.png" in copies and f"{tmp_path}/train/b/twin.png" in copies
-    assert copies.endswith(", in 2 classes: a, b, in 2 parts: test, train; keep one of them")
+    (copies,) = (line for line in found.problems if "there twice" in line)
+    same = "test/a/leak.png = train/a/0.png = train/b/twin.png (classes a, b; parts test, train)"
+    assert copies == f"1 picture is there twice or more: {same}; keep one file of each"
 
 
 def test_a_picture_that_was_saved_anew_is_a_copy(tmp_path: Path) -> None:
@@ -175,8 +176,40 @@ def test_a_picture_that_was_saved_anew_is_a_copy(tmp_path: Path) -> None:
         image.save(tmp_path / "Train/b/anew.png", compress_level=0)
         image.save(tmp_path / "Train/a/as.bmp")
     (copies,) = check(f"{tmp_path}", tmp_path).problems
-    assert "a/as.bmp" in copies and "b/anew.png: is the same as" in copies
-    assert "a/0.png, in 2 classes: a, b" in copies
+    assert ": Train/a/0.png = Train/a/as.bmp = Train/b/anew.png (classes a, b; parts" in copies
+
+
+def test_of_many_copies_the_worst_are_named_and_json_has_all(tmp_path: Path) -> None:
+    """Copies in two classes are worse than those in two parts, and these than those in one."""
+    photos_in(tmp_path, [f"{part}/{kind}/{k}.png" for part in ("test", "train", "val")
+                         for kind in "ab" for k in range(5)])  # fmt: skip
+    pairs = {
+        "train/a/0.png": ["train/a/x.png"],
+        "test/a/1.png": ["test/a/y.png"],
+        "train/a/2.png": ["val/a/z.png"],
+        "train/b/3.png": ["train/a/w.png"],
+        "val/b/4.png": [f"val/b/v{k}.png" for k in range(4)],
+    }
+    for file, copies in pairs.items():
+        for copy in copies:
+            (tmp_path / copy).write_bytes((tmp_path / file).read_bytes())
+    said, *others = said_of_problem(f"data check {tmp_path}").splitlines()
+    assert "1 problem in 38 images" in others
+    assert said == (
+        "5 pictures are there twice or more: train/a/w.png = train/b/3.png (classes a, b),"
+        " train/a/2.png = val/a/z.png (parts train, val), test/a/1.png = test/a/y.png and 2 more"
+        " (--json names all); keep one file of each"
+    )
+    found = json.loads(said_of_problem(f"data check {tmp_path} --json"))
+    every = [sorted(str(tmp_path / file) for file in (x, *y)) for x, y in pairs.items()]
+    assert sorted(found["copies"]) == sorted(every)
+    for copy in ("x", "w", "../../test/a/y", "../../val/a/z"):
+        (tmp_path / f"train/a/{copy}.png").unlink()
+    (said, *_) = check(f"{tmp_path}", tmp_path).problems
+    assert (
+        "1 picture is there twice or more: val/b/4.png = val/b/v0.png = val/b/v1.png = 2 more; keep"
+        in said
+    )
 
 
 def test_a_class_that_is_called_as_an_image_is_checked_as_one(tmp_path: Path) -> None:
