@@ -55,6 +55,7 @@ from support.names import describe
 from support.optim import train_epochs
 from support.results import TrialResult
 from support.runs import LOG, REMEDY, Run, check_directory, define
+from support.screen import count
 from support.starts import Start, check_starts, read_starts
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     saved = read_checkpoint(cfg, out)
     done = saved["optimisers"]["opt"]["step"] if saved else 0  # steps
     if done:
-        found["length"] += f"; {done} steps are done"
+        found["length"] += f"; {tell_done(done, 'step')}"
     if is_too_large(count_numbers_of_vit(cfg.arch()), device):
         return found | {"about": not_tried("this network")}
     time_steps = partial(time_pretraining, cfg, pool, device)
@@ -130,14 +131,15 @@ def plan_align(cfg: AlignConfig, out: Path, weights: Path | None, has_weights: b
     found |= describe_weights(cfg, weights, networks)
     found |= describe_network(networks.arch, cfg.pretext)
     found["length"] = (
-        f"{cfg.probe_epochs} epochs of linear probing, {cfg.alternations} alternations of "
-        f"{cfg.lower_steps} lower and {cfg.upper_steps} upper steps"
+        f"{count(cfg.probe_epochs, 'epoch')} of linear probing, "
+        f"{count(cfg.alternations, 'alternation')} of {count(cfg.lower_steps, 'lower step')} and "
+        f"{count(cfg.upper_steps, 'upper step')}"
     )
     if is_finished(out):
         return found | {"about": NOTHING_LEFT}
     done = alternations_done(cfg, out)
     if done is not None:
-        found["length"] += f"; {done} alternations are done"
+        found["length"] += f"; {tell_done(done, 'alternation')}"
     if not has_weights and is_too_large(count_numbers(networks.backbone), experiment.device):
         return found | {"about": not_tried("random weights")}
     return found | estimate_align(experiment, done, has_weights)
@@ -301,6 +303,15 @@ def describe_length(cfg: FinetuneConfig, images: int) -> str:
     return f"{length}: {describe_trials(cfg)}"
 
 
+def tell_done(number: int, thing: str) -> str:
+    """Return how many things are done.
+
+    >>> tell_done(1, "step"), tell_done(0, "step")
+    ('1 step is done', '0 steps are done')
+    """
+    return f"{count(number, thing)} {'is' if number == 1 else 'are'} done"
+
+
 def describe_trials(cfg: FinetuneConfig) -> str:
     """Return how the trials come about.
 
@@ -316,15 +327,6 @@ def describe_trials(cfg: FinetuneConfig) -> str:
     more = cfg.seeds - cfg.grid_seeds
     then = f", then the best rate with {count(more, 'more seed')}" if more else ""
     return f"{len(cfg.lr)} rates with {first}{then}"
-
-
-def count(number: int, thing: str) -> str:
-    """Return a number of things.
-
-    >>> count(1, "seed"), count(2, "seed")
-    ('1 seed', '2 seeds')
-    """
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def tell_times(

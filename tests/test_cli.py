@@ -193,6 +193,42 @@ def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
     assert "(0.03); what belongs to a flag is one word: --lr 0.01,0.03 or --pool 'My ph" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["finetune", "--dataset", "folder:", "P"], "folder: P: leave the space out: folder:P"),
+        (["align", "--dataset=folder:", "P Q"], "leave the space out: --dataset=folder:'P Q'"),
+        (["align", "--backbone", "timm:", "test_vit"], "leave the space out: timm:test_vit"),
+        (["data", "check"], "a data set by name, or a folder; see `bisslight data check --help`"),
+        (["predict"], "Missing argument 'RUN': a finished run, or an adapter file in one; see `"),
+        (["evaluate"], "finetune runs, or folders of them; see `bisslight evaluate --help`"),
+        (["data"], "Missing command; see `bisslight data --help`"),
+        (["finetune", "--lr"], "--lr: has no value; give one behind it"),
+        (["predict", "run", "photos", "--top"], "--top: has no value; give one behind it"),
+        (["align", "--dry-run=yes"], "--dry-run: takes no value; give --dry-run alone"),
+    ],
+)
+def test_words_that_are_missing_or_parted_by_a_space_are_told_with_what_to_type(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_a_folder_that_is_nearly_named_is_told(weights: Path) -> None:
+    """Where there is one; otherwise the names of data sets are told."""
+    line = f"align --backbone vit_mini --weights {weights}"
+    assert "no data set is called PHOTO" in refusal(f"{line} --pool quilts --dataset PHOTO")
+    Path("PHOTOS").mkdir()
+    Path("PHOTO_").touch()  # no folder
+    meant = f"did you mean {Path('PHOTOS').absolute()}?"
+    for name in ("folder:PHOTO", "PHOTO", "photo"):
+        assert refusal(f"{line} --pool quilts --dataset {name}").endswith(meant)
+        assert refusal(f"{line} --pool {name} --dataset quilts").endswith(meant)
+    assert refusal("data check PHOTO").endswith(meant)
+
+
 # --- progress -----------------------------------------------------------------------------------
 
 
@@ -348,7 +384,7 @@ WRONG = [  # command line, exit code, what the one line names
     ("finetune --from aligned --rank 4", 2, "give the settings of that run, or align again"),
     ("finetune --from with --seed 5", 2, "has 2 adapters, --seeds is 8; give --seeds 2"),
     (f"{TUNE} --split-file mine.html --dataset omniglot:Greek", 2, "--split-file; leave it out"),
-    (f"{TUNE} --batch 1 head='batchnorm'", 2, "images, 2 are needed; give another --batch"),
+    (f"{TUNE} --batch 1 head='batchnorm'", 2, "1 image, 2 are needed; give another --batch"),
     ("aling", 2, "align"),
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
     (f"{ALIGN} --alternations ten", 2, "--alternations: give a whole number"),

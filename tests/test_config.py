@@ -255,11 +255,18 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"backbone": "swin"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
         (AlignConfig, {"backbone": "deit_tiny"}, "is it timm:deit_tiny"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
-        (AlignConfig, {"alternations": 8}, "--warmup 10: .* longer .* --alternations 8"),
-        (FinetuneConfig, {"epochs": 2}, "--warmup-epochs 5: .* longer .* --epochs 2"),
+        (
+            AlignConfig,
+            {"alternations": 8},
+            "^--alternations 8: .* warm-up of 10; add --warmup 0,",
+        ),
+        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* its warm-up of 5; add --warmup-epochs 0,"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
         (FinetuneConfig, {"lr": "1e-2,0.01"}, "--lr: .*0.01 twice"),
-        (FinetuneConfig, {"lr": ""}, "--lr"),
+        (FinetuneConfig, {"lr": ""}, "--lr: '' lacks a number"),
+        (FinetuneConfig, {"lr": "1e-3,,3e-3"}, "--lr: '1e-3,,3e-3' lacks a number before or beh"),
+        (FinetuneConfig, {"lr": "1e-3,"}, "--lr: '1e-3,' lacks a number"),
+        (AlignConfig, {"aspect": ",1"}, "aspect: ',1' lacks a number"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
         (FinetuneConfig, {"epochs": True}, "--epochs: "),  # TOML's true is no 1
         (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
@@ -280,7 +287,7 @@ def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
     given: Record = {"backbone": "vit_mini", "pool": "/photos"}
     PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
     for wrong, named in (
-        ({"epochs": 3}, "--warmup-epochs 4: .* longer .* --epochs 3"),
+        ({"epochs": 3}, "^--epochs 3: .* warm-up of 4; add --warmup-epochs 0, or"),
         ({"data_seed": 5}, "--data-seed"),
     ):
         with pytest.raises(ValidationError) as refused:

@@ -72,6 +72,12 @@ def test_the_length_is_told_in_steps() -> None:
     )
 
 
+def test_of_one_thing_there_is_no_plural(pretrained: Path) -> None:
+    line = align_line(pretrained, "--alternations 1 --upper-steps 1 --probe-epochs 1 --warmup 0")
+    told = json.loads(done(f"{line} --dry-run --json"))["length"]
+    assert told == "1 epoch of linear probing, 1 alternation of 2 lower steps and 1 upper step"
+
+
 def test_the_network_is_built_without_its_numbers() -> None:
     """ViT-B of MAE has 85.8 million numbers; a published count."""
     found = describe_network(Arch(), "mae")
