@@ -1,6 +1,7 @@
 """The commands as a person runs them: help, progress, dry runs, wrong inputs, exit codes."""
 
 import gc
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -39,6 +41,7 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from support.experiment import set_up_device
 from support.progress import make_bars, training
+from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -188,6 +191,20 @@ def test_the_collector_is_on_again_when_a_command_runs(runs: Path) -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_what_the_first_import_makes_is_not_looked_through_at_the_end(
+    is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the first one makes: later, data of a script would be kept for ever."""
+    if not is_loaded:
+        monkeypatch.delitem(sys.modules, "torch")
+    with cli.importing():
+        assert not gc.isenabled()
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+    assert (count > 0) == (not is_loaded) and gc.isenabled()
+
+
 def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
     said = refusal("finetune --backbone vit_mini --dataset omniglot:Greek --lr 0.01 0.03")
     assert "(0.03); what belongs to a flag is one word: --lr 0.01,0.03 or --pool 'My ph" in said
@@ -242,6 +259,48 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
         assert [*track(iter(items), 9, "align", 4)] == items
     lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "silent"), [(Terminal, False), (Terminal, True), (io.StringIO, False)]
+)
+def test_a_terminal_shows_what_is_done_until_it_is_done(
+    kind: type[io.StringIO], silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that come meanwhile stand above it; a file or a pipe gets nothing but these."""
+    monkeypatch.setattr(sys, "stderr", stream := kind())
+    monkeypatch.setenv("TERM", "xterm")
+    with showing("loading torch", silent):
+        print_line("a warning", sys.stderr)
+        print_line("another", sys.stderr)
+    said = stream.getvalue()
+    if kind is Terminal and not silent:
+        before, _, after = said.partition("another")
+        assert "loading torch" in after and after.endswith("\x1b[2K")  # the line is erased
+        assert "a warning\n" in before
+    else:
+        assert said == "a warning\nanother\n"
+
+
+def test_a_terminal_shows_that_a_run_is_opened_until_its_first_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with training(quiet=False) as track:
+        opening = stream.getvalue()
+        for _ in track([1], 1, "align"):
+            while stream.getvalue().count("align 1/1") < 2:  # drawn ten times a second
+                time.sleep(0.02)
+    assert "opening data and network" in opening and "align" not in opening
+    assert "opening" not in stream.getvalue().partition("align 1/1")[2]
 
 
 def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
