@@ -35,6 +35,7 @@ from support.checks import find_empty, find_lacking_classes
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
 from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread
+from support.runs import READING, Track, untracked
 
 MOST_NAMED = 3  # files and pictures that a line on copies names
 
@@ -57,12 +58,18 @@ class Check(BaseModel):
         return "\n".join([*self.problems, f"{self.name}", *self.holds, end])
 
 
-def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -> Check:
+def check(
+    name: str,
+    root: Path,
+    partial: bool = False,
+    as_pool: bool = False,
+    track: Track = untracked,
+) -> Check:
     """Open every image of a benchmark or of a folder, and list all that is wrong with it.
 
     A folder that has two or more folders, or only wraps one that has, is a labelled task, unless it
     is to be checked `as_pool`; any other one is a pool. With `partial` a benchmark may be a subset.
-    Raises UsageError if there is no such data set.
+    `track` shows how far the reading of images is. Raises UsageError if there is no such data set.
     """
     name = name_or_folder(name)
     if as_pool and not name.startswith("folder:"):
@@ -83,7 +90,7 @@ def check(name: str, root: Path, partial: bool = False, as_pool: bool = False) -
         class_of, _ = classes_and_parts(task)
         beside = [file for file in found.images if not file.is_dir()]
         files = dict.fromkeys([*beside, *sorted(class_of, key=str)])
-    looks, unreadable = read_each(files)
+    looks, unreadable = read_each(track(files, len(files), READING))
     problems += unreadable
     copies = find_copies(task, looks) if task else []
     problems += say_copies(copies, place)

@@ -4,6 +4,7 @@ import gc
 import io
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +33,7 @@ from toy import (
     contents,
     done,
     outside,
+    photos_in,
     refusal,
     run,
 )
@@ -301,6 +304,52 @@ def test_a_terminal_shows_that_a_run_is_opened_until_its_first_bar(
                 time.sleep(0.02)
     assert "opening data and network" in opening and "align" not in opening
     assert "opening" not in stream.getvalue().partition("align 1/1")[2]
+
+
+# One image after the other, each in a twentieth of a second.
+SLOW_EYES = """
+import threading, time
+import data, extras.datasets
+one_at_a_time = threading.Lock()
+def slow(file, look=data.look_at_file):
+    with one_at_a_time:
+        time.sleep(0.05)
+    return look(file)
+data.look_at_file = extras.datasets.look_at_file = slow
+"""
+CHECK = """
+import cli
+cli.run(["data", "check", "photos"])
+"""
+LOOK = """
+from pathlib import Path
+from support.experiment import look_at
+from support.progress import training
+with training(quiet=False) as track:
+    look_at(sorted(Path("photos").glob("*/*")), track=track)
+"""
+
+
+@pytest.mark.parametrize("program", [CHECK, LOOK])
+def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is(program: str) -> None:
+    """Meanwhile descriptor 2, by which a terminal is known, leads elsewhere."""
+    photos_in(Path("photos"), [f"{kind}/{k}.png" for kind in "ab" for k in range(12)])
+    call = [sys.executable, "-c", SLOW_EYES + program]
+    terminal, screen = pty.openpty()
+    env = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(call, env=env, stdout=subprocess.PIPE, stderr=screen) as process:
+        os.close(screen)
+        shown = b""
+        with suppress(OSError):  # so it ends when the program does
+            while some := os.read(terminal, 1000):
+                shown += some
+        os.close(terminal)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    steps = set(re.findall(r"reading images (\d+)/24", shown.decode()))
+    assert len(steps) > 3
+    piped = subprocess.run(call, env=env, check=True, capture_output=True)
+    assert (piped.stdout, piped.stderr) == (printed, b"")
 
 
 def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:

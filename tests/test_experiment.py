@@ -85,7 +85,7 @@ def test_batches_that_cannot_be_shared_out_are_refused(
     check_batches(opened, "--d-batch", 79)
     with_norm = replace(opened, cfg=align_settings(weights, head="batchnorm"))
     check_batches(with_norm, "--d-batch", 80)
-    with pytest.raises(UsageError, match=r"--d-batch 79: .* has 1 images, 2 are needed"):
+    with pytest.raises(UsageError, match=r"--d-batch 79: .* has 1 image, 2 are needed"):
         check_batches(with_norm, "--d-batch", 79)
     cut = replace(opened, cfg=align_settings(weights, head="batchnorm", micro_batch=4))
     with pytest.raises(UsageError, match="--micro-batch: a BatchNorm head"):
