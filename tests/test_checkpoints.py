@@ -299,11 +299,12 @@ def of_safetensors(end: int | None = None) -> bytes:
     return save_safetensors(official_layout("vit_mini"))[:end]
 
 
-def archive(name: str) -> bytes:
-    """A zip archive of one file."""
+def archive(*names: str) -> bytes:
+    """A zip archive of files with these names."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as files:
-        files.writestr(name, "hello")
+        for name in names:
+            files.writestr(name, "hello")
     return file.getvalue()
 
 
@@ -326,11 +327,16 @@ CUT = r" \(\d+ \w+\) is cut off" + ANEW
         ("w.pth", bytes(9000), r" \(9 kB\) begins with zeros, as if it was cut off" + ANEW),
         ("w.pth", PAGE, r" \(48 bytes\) is a web page, not the file itself" + ANEW),
         ("w.safetensors", PAGE, r" \(48 bytes\) is a web page, not the file itself" + ANEW),
-        ("w.pth", b'{"error": "gone"}', r" \(17 bytes\) is a text, not the file itself" + ANEW),
+        ("w.pth", b"Error 404", r" \(9 bytes\) is a text that begins with 'Error 404', not the fi"),
         ("w.pth", POINTER, " is a pointer of git-lfs, .*`git lfs pull`"),
         ("w.safetensors", POINTER, " is a pointer of git-lfs, .*`git lfs pull`"),
-        ("w.pth", archive("a/b.txt"), r" is an archive of a/b\.txt; unpack it"),
-        ("w.safetensors", archive("a/b.txt"), r" is an archive of a/b\.txt; unpack it"),
+        ("w.pth", archive("a/b.txt"), r" is an archive of a/b\.txt; give a .pth or .saf"),
+        ("w.safetensors", archive("a/b.npy"), r" is an archive of a/b\.npy; give a .pth or .saf"),
+        (
+            "w.pth",
+            archive("a/data.pkl", "a/constants.pkl"),
+            r" is a network of TorchScript; save .*\(\"w\.pth\"\)\.",
+        ),
         ("w.safetensors", of_torch(), r" is a file of torch; let its name end in \.pth"),
         ("w.safetensors", of_old_torch(), r" is a file of torch; let its name end in \.pth"),
         ("w.pth", of_safetensors(), " has the format of safetensors; let its name end in "),

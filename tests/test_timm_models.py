@@ -415,6 +415,26 @@ def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
     assert merged.num_classes == len(quilts(0)[1].classes)
 
 
+def test_a_broken_file_of_timms_own_is_told_where_it_is_to_be_removed(
+    vit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's cache has links to its files: without the link alone, the same file comes back."""
+    place = Path("hub/models--somebody--vit")
+    of_commit = place / "snapshots" / ("0" * 40)
+    for each in (of_commit, place / "refs", place / "blobs"):
+        each.mkdir(parents=True)
+    (place / "refs/main").write_text("0" * 40)
+    content = {"architecture": NAME, "num_classes": 0, "pretrained_cfg": {}}
+    (of_commit / "config.json").write_text(json.dumps(content))
+    (place / "blobs/abc").write_bytes(Path("w.safetensors").read_bytes()[:-1])
+    (of_commit / "model.safetensors").symlink_to("../../blobs/abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
+    for more in ("", "--dry-run"):
+        said = refusal(f"finetune --backbone timm:hf-hub:somebody/vit --dataset quilts {more}")
+        file = Path(place, "blobs/abc").absolute()
+        assert f"--weights: {file} (2 MB) is cut off; remove it, and it is fetched anew" in said
+
+
 @pytest.mark.slow
 def test_an_exported_network_is_not_tested_on_images_that_it_was_trained_on(vit: Any) -> None:
     """Its file keeps what `--from` would refuse, also that of an export before.
