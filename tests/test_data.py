@@ -306,7 +306,11 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
             ["a/1.png", "b/1.png", "c/1.txt"],
             "class c has no image, but 1 .txt: .*no image for val of class a, b",
         ),
-        (["1.png"], "two or more class folders"),
+        (["1.png"], "two or more class folders, and .* holds none: put the images into .*/CLASS/$"),
+        (["daisy/1.png"], "two or more class folders, and .* holds daisy: put the images into "),
+        (["train/daisy/1.png"], "and train holds daisy: put the images into .*/train/CLASS/$"),
+        (["photos.zip"], "two or more class folders, and .* holds none: unpack archives$"),
+        (["photos.zip", "1.png"], "two or more class folders, and .* holds none: put the images "),
         (
             [
                 f"{place}/{k}.png"
