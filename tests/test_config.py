@@ -248,12 +248,21 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (FinetuneConfig, {"weight_decay": True}, "--weight-decay|weight_decay: true is no number"),
         (FinetuneConfig, {"lr": [True]}, "--lr: true is no number"),
         (FinetuneConfig, {"epochs": 3.0}, "--epochs: 3.0 is no whole number"),
-        (AlignConfig, {"backbone": "timm:a", "pretext": "ijepa"}, "ijepa.*timm:a has no head"),
-        (AlignConfig, {"backbone": "timm:a", "decoder": "checkpoint"}, "decoder checkpoint"),
+        (
+            AlignConfig,
+            {"backbone": "timm:a", "pretext": "ijepa"},
+            "^--pretext ijepa: timm:a comes without I-JEPA's predictor; leave --pretext out, MAE's",
+        ),
+        (
+            AlignConfig,
+            {"backbone": "timm:a", "decoder": "checkpoint"},
+            "^decoder checkpoint: .* leave it",
+        ),
         (AlignConfig, {"backbone": "timm:"}, "timm:NAME; of timm, only plain vision tr"),
         (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
         (AlignConfig, {"backbone": "swin"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
         (AlignConfig, {"backbone": "deit_tiny"}, "is it timm:deit_tiny"),
+        (AlignConfig, {"backbone": "timm/vit_tiny.a"}, "is it timm:vit_tiny.a?"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (
             AlignConfig,
