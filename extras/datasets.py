@@ -84,18 +84,13 @@ def check(
     holds, task, problems = open_as_a_run_does(name, place, pool, root, partial, as_pool)
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
-    # As a set, but in order. Images beside class folders are opened, too: a pool may take them.
-    files = dict.fromkeys(found.images)
-    if task:  # a class folder may be called c.jpg
-        class_of, _ = classes_and_parts(task)
-        beside = [file for file in found.images if not file.is_dir()]
-        files = dict.fromkeys([*beside, *sorted(class_of, key=str)])
+    files = files_to_read(found.images, task)
     looks, unreadable = read_each(track(files, len(files), READING))
     problems += unreadable
-    copies = find_copies(task, looks) if task else []
-    problems += say_copies(copies, place)
+    copies: list[Copies] = []
     if task:
-        problems += find_unread(task) + find_doubtful_names(task)
+        copies = find_copies(task, looks)
+        problems += say_copies(copies, place) + find_unread(task) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
     elif name not in BENCHMARKS and found.images:
@@ -108,6 +103,18 @@ def check(
         problems=problems,
         copies=[[str(file) for file in group.files] for group in copies],
     )
+
+
+def files_to_read(found: Sequence[Path], task: Task | None) -> list[Path]:
+    """Return the files that `check` reads: all that were found in a folder, and those of its task.
+
+    Those beside class folders are none of the task, but a pool may take them.
+    """
+    if not task:
+        return [*found]
+    class_of, _ = classes_and_parts(task)
+    files = [file for file in found if not file.is_dir()]  # a class folder may be called c.jpg
+    return list(dict.fromkeys([*files, *sorted(class_of, key=str)]))  # each once
 
 
 class Copies(NamedTuple):
@@ -155,13 +162,18 @@ def open_as_a_run_does(
         elif pool.images:
             holds = [describe_pool(place, pool, as_pool), *others]
         else:
-            but = f", but {in_words(pool.left_out)}" if pool.left_out else ""
-            remedy = say_remedies(pool.left_out) or (
-                f"put labelled ones into {place}/CLASS, a folder for each class, and those of a"
-                f" pool, which need no labels, into {place}"
-            )
-            problems.append(f"{place}: has no images{but}; {remedy}")
+            problems.append(say_no_images(place, pool.left_out))
     return Opened(holds, task, problems)
+
+
+def say_no_images(place: Path, left_out: Mapping[str, int]) -> str:
+    """Return that a folder has no images, what it has instead, and what to do."""
+    but = f", but {in_words(left_out)}" if left_out else ""
+    remedy = say_remedies(left_out) or (
+        f"put labelled ones into {place}/CLASS, a folder for each class, and those of a pool, which"
+        f" need no labels, into {place}"
+    )
+    return f"{place}: has no images{but}; {remedy}"
 
 
 def describe_pool(place: Path, pool: Pool, as_pool: bool) -> str:

@@ -265,8 +265,7 @@ def describe(source: Task | Pool) -> list[str]:
 def describe_counts(task: Task) -> str:
     """Return how many images there are of each class, and in each split, of a task."""
     sizes = task.sizes()
-    of_splits = [count_by_class(getattr(task, name), len(task.classes)) for name in sizes]
-    counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
+    counts = count_images(task)
     # Not strict: of a subset, torchvision may know fewer names than numbers.
     of_classes = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=False)]
     if len(of_classes) > 20:  # the first ten and the last five are named
@@ -274,6 +273,12 @@ def describe_counts(task: Task) -> str:
         of_classes[-1] += f" (from {min(counts)} to {max(counts)} a class)"
     parts = ", ".join(f"{name} {n}" for name, n in sizes.items())
     return f"{len(counts)} classes, {sum(sizes.values())} images: {', '.join(of_classes)}; {parts}"
+
+
+def count_images(task: Task) -> list[int]:
+    """Return how many images of each class all splits of a task have."""
+    of_splits = [count_by_class(getattr(task, name), len(task.classes)) for name in SPLITS]
+    return [sum(of_class) for of_class in zip(*of_splits, strict=True)]
 
 
 def describe_inner_folders(inner: Iterable[InnerFolder]) -> list[str]:
@@ -355,9 +360,7 @@ def find_unread(source: Task | Pool) -> list[str]:
         read = {"": len(source.images)}
         unread = {"": source.unread} if source.unread else {}
     else:
-        of_splits = [count_by_class(getattr(source, name), len(source.classes)) for name in SPLITS]
-        of_classes = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
-        read = dict(zip(source.classes, of_classes, strict=False))
+        read = dict(zip(source.classes, count_images(source), strict=False))
         unread = {name: counts for name, counts in source.unread.items() if read[name]}
     if not unread:
         return []
