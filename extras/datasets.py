@@ -153,16 +153,17 @@ def open_as_a_run_does(
                 for split in SPLITS:
                     of_split = getattr(benchmark, split)
                     problems += find_lacking_classes(split, of_split, benchmark.classes)
-        elif not as_pool and find_folder_of_classes(place):
-            holds[0] += "; if they are to have no labels, add --pool"
-            with as_usage_error(str(place)):
-                task, faults = read_folder(place, seed=0)
-                holds = describe(task)
-                problems += faults
-        elif pool.images:
-            holds = [describe_pool(place, pool, as_pool), *others]
         else:
-            problems.append(say_no_images(place, pool.left_out))
+            with as_usage_error(str(place)):  # such as of a folder that cannot be entered
+                if not as_pool and find_folder_of_classes(place):
+                    holds[0] += "; if they are to have no labels, add --pool"
+                    task, faults = read_folder(place, seed=0)
+                    holds = describe(task)
+                    problems += faults
+                elif pool.images:
+                    holds = [describe_pool(place, pool, as_pool), *others]
+                else:
+                    problems.append(say_no_images(place, pool.left_out))
     return Opened(holds, task, problems)
 
 

@@ -361,7 +361,7 @@ def find_unread(source: Task | Pool) -> list[str]:
         unread = {"": source.unread} if source.unread else {}
     else:
         read = dict(zip(source.classes, count_images(source), strict=False))
-        unread = {name: counts for name, counts in source.unread.items() if read[name]}
+        unread = {name: counts for name, counts in source.unread.items() if read.get(name)}
     if not unread:
         return []
     lost = {name: sum(counts.values()) for name, counts in unread.items()}

@@ -196,6 +196,8 @@ def test_a_link_to_nowhere_in_place_of_a_folder_is_a_fault(tmp_path: Path, link:
             ("train", "test", "val", "docs"),
             r": move docs into all three \(or out of .* no class\). If",
         ),
+        (("train", "test", "labels"), "val and test: move labels out of [^,]*. If these are"),
+        (("train", "valid", "rose", "masks"), "to val, and move rose into both .*, and move masks"),
         (("train_1", "train_2", "test"), "parts are named train, val and test: name them so. If"),
         (
             ("bus", "car", "train"),

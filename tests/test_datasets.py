@@ -289,6 +289,25 @@ def test_a_folder_that_wraps_a_data_set_is_a_problem_as_it_is_of_a_run(
     ]
 
 
+def test_a_folder_that_may_not_be_entered_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the folder that wraps it, too; a test may run as root, who enters all."""
+    photos_in(tmp_path, ["closed/a/0.png", "closed/b/0.png"])
+    plain = Path.iterdir
+
+    def iterdir(place: Path) -> Any:
+        if place.name == "closed":
+            raise PermissionError(13, "Permission denied", f"{place}")
+        return plain(place)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    found = check(f"{tmp_path}", tmp_path)
+    assert len(found.problems) == 1 and found.images == 2
+    assert found.problems[0].startswith(f"{tmp_path}: ")
+    assert f"Permission denied: '{tmp_path}/closed'" in found.problems[0]
+
+
 def test_folders_of_a_pool_are_no_classes_where_it_is_asked_for(tmp_path: Path) -> None:
     photos_in(tmp_path / "days", ["monday/0.png", "tuesday/0.png"])
     assert "no image for val of class monday" in said_of_problem(f"data check {tmp_path}/days")
