@@ -348,13 +348,11 @@ def tell_times(
         for name, number in seconds.items()
         if name.endswith("step") or name == "validation"
     }
-    found["about"] = f"{tell_duration(left)}{how}"
+    found["about"] = f"{tell_duration(left)}{how}, if this machine stays as busy as it is now"
     if device.type == "cuda":
         found["memory"] = tell_memory(device)
-    if device.type == "cpu":
-        found["about"] += ", if this machine stays as busy as it is now"
-        if left > A_DAY and backbone != "vit_mini":
-            found["about"] += "; it is for a GPU, and --backbone vit_mini is for a CPU"
+    if device.type == "cpu" and left > A_DAY and backbone != "vit_mini":
+        found["about"] += "; it is for a GPU, and --backbone vit_mini is for a CPU"
     return found
 
 

@@ -356,6 +356,17 @@ def test_a_file_that_is_not_the_weights_or_did_not_come_whole_is_told_as_what_it
             load(weights=file, backbone=backbone)
 
 
+def test_a_damaged_list_of_tensors_is_told_in_a_line(tmp_path: Path) -> None:
+    """Of safetensors: no JSON, and tensors without a place."""
+    for table, said in ((b"{'a'", "JSONDecodeError"), (b'{"a": {}}', "KeyError")):
+        file = tmp_path / "w.safetensors"
+        file.write_bytes(len(table).to_bytes(8, "little") + table)
+        with pytest.raises(
+            UsageError, match=rf"^--weights {file}: cannot .*{said}.*; fetch it anew$"
+        ):
+            load(weights=file)
+
+
 def test_whole_files_of_each_format_are_read(tmp_path: Path) -> None:
     """So that it is the missing bytes that the test above refuses."""
     for name, content in (

@@ -447,6 +447,18 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert plan["pool"] == ["images without labels: 1", "left out: 1 .heic"]
 
 
+def test_weights_that_did_not_come_whole_are_told_with_all_else_that_is_missing() -> None:
+    """Before images are looked at, which may take minutes."""
+    Path("w.pth").write_bytes(b"PK\x03\x04" + bytes(99))
+    code, _, err = run("align --backbone vit_l16 --dataset cub200 --weights w.pth")
+    dataset, weights, pool = err.splitlines()
+    assert code == 2 and "data/CUB_200_2011" in dataset and "data/imagenet" in pool
+    assert (
+        weights
+        == f"error: --weights: {Path('w.pth').absolute()} (103 bytes) is cut off; fetch it anew"
+    )
+
+
 def test_a_large_network_on_a_cpu_is_warned_of_whatever_the_size_of_the_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
