@@ -205,7 +205,8 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
     """Raise ValueError where labels of images with several classes are not as `Split` says.
 
     Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, no answer could be
-    wrong, and the average precision of any network would be 100 %.
+    wrong, and the average precision of any network would be 100 %. That holds for a class that all
+    images of val or test have, too; training images are not scored.
     """
     if labels.shape[1:] != (len(classes),):
         raise ValueError(
@@ -216,12 +217,16 @@ def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
         raise ValueError(f"{name}: labels for each class are 1 yes, -1 no, 0 not counted")
     if not (labels == 1).any():
         raise ValueError(f"{name}: no label is 1, yes")
+    if not (labels == -1).any():
+        raise ValueError(
+            f"{name}: no label is -1, no; 0 is not counted. Of 0 no and 1 yes make 2 * labels - 1;"
+            " where each image has one class, labels.argmax(1)"
+        )
     for k, of_class in enumerate(labels.T):
-        if (of_class == 1).any() and not (of_class == -1).any():
+        if name != "train" and (of_class == 1).any() and not (of_class == -1).any():
             raise ValueError(
-                f"{name}: of class {classes[k]} no label is -1, no, so any network would find it;"
-                " 0 is not counted. Of 0 no and 1 yes make 2 * labels - 1; where each image has one"
-                " class, labels.argmax(1)"
+                f"{name}: of class {classes[k]} no label is -1, no (0 is not counted), so any"
+                " network would find it; add images without it, or leave the class out"
             )
 
 
@@ -263,16 +268,18 @@ def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[st
                 " and not by the brightest pixel"
             ]
         without_contrast = count_without_contrast(images)
+        looked_at = len(images)
     else:
         found = [looks[file] for file in images if file in looks]
+        looked_at = len(found)
         if found and max(look.brightest for look in found) < 2:
             return [
                 f"{name}: no pixel is above 1 of 255, so the images are black; were numbers from 0"
                 " to 1 saved as whole numbers?"
             ]
         without_contrast = sum(look.is_of_one_colour for look in found)
-    if 2 * without_contrast > len(images):
-        return [f"{name}: {without_contrast} of {len(images)} images are of one colour"]
+    if 2 * without_contrast > looked_at:
+        return [f"{name}: {without_contrast} of {looked_at} images are of one colour"]
     return []
 
 

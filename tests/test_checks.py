@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
+from config import FinetuneConfig
 from data import (
     SPLITS,
     Look,
@@ -39,7 +40,7 @@ from support.checks import (
     find_without_class,
     most_lose_levels,
 )
-from support.experiment import log_contents
+from support.experiment import log_contents, look_at, look_at_data
 from support.names import (
     ImageFile,
     describe,
@@ -71,9 +72,12 @@ def own(images: Any = PIXELS, labels: Any = None, **more: Any) -> Task:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (ZEROS_AND_ONES, r"of class a no label is -1, no.* 2 \* labels - 1"),
+        (ZEROS_AND_ONES, r"no label is -1, no.* 2 \* labels - 1"),
         (torch.eye(3, dtype=torch.int64).repeat(2, 1), r"labels.argmax\(1\)"),
-        (torch.cat([2 * ZEROS_AND_ONES[:, :2] - 1, ZEROS_AND_ONES[:, 2:]], 1), "of class c"),
+        (
+            torch.cat([2 * ZEROS_AND_ONES[:, :2] - 1, ZEROS_AND_ONES[:, 2:]], 1),
+            "of class c .* leave",
+        ),
         (-torch.ones(6, 3).long(), "no label is 1"),
         (2 * ZEROS_AND_ONES, "1 yes, -1 no, 0 not counted"),
         (ZEROS_AND_ONES.bool(), "labels are torch.bool; give whole numbers"),
@@ -91,6 +95,21 @@ def test_labels_that_mean_something_else_are_refused(labels: Tensor, message: st
     """0 is "not counted": with tables of 0 and 1 any network would have 100 %."""
     with pytest.raises(ValueError, match=f"^val: .*{message}"):
         check_task(own(labels=labels))
+
+
+def test_a_class_that_each_training_image_has_is_refused_of_val_and_test_alone() -> None:
+    """Training images are not scored, but a table of 0 and 1 would teach nothing."""
+    some = Split(PIXELS, 2 * ZEROS_AND_ONES - 1)
+    each = Split(PIXELS, some.targets.index_fill(1, torch.tensor([0]), 1))  # class a
+    classes = ["a", "b", "c"]
+    check_task(Task("own", each, some, some, classes))
+    for name in ("val", "test"):
+        said = rf"^{name}: of class a no label is -1, .*; add images without it, or leave the class"
+        with pytest.raises(ValueError, match=said):
+            check_task(Task("own", each, some, some, classes)._replace(**{name: each}))
+    table = Split(PIXELS, ZEROS_AND_ONES)
+    with pytest.raises(ValueError, match=r"^train: no label is -1, no; .* 2 \* labels - 1"):
+        check_task(Task("own", table, some, some, classes))
 
 
 @pytest.mark.parametrize(
@@ -418,11 +437,19 @@ def test_names_and_normalisation_of_other_kinds_are_refused(
         (own(std=(None,) * 3), "^mean .* give three numbers each"),
         (own(classes=["cat", "Cat ", "dog"]), "'cat' and 'Cat ' look alike"),
         (own(classes=["a1", "A1", "b"]), "'a1' and 'A1' look alike"),
+        (own(classes=["e\u0301", "\u00e9", "b"]), "look alike"),
     ],
 )
 def test_what_is_no_task_is_refused_in_a_line(task: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check_task(task)
+
+
+@pytest.mark.parametrize("names", ["2 ²", "1 ①", "IV Ⅳ"])
+def test_signs_that_every_disk_tells_apart_are_two_classes(tmp_path: Path, names: str) -> None:
+    check_task(own(classes=[*names.split(), "b"]))
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in names.split() for k in range(5)])
+    assert folder(tmp_path, 0).classes == sorted(names.split())
 
 
 def test_what_is_no_pool_is_refused_in_a_line() -> None:
@@ -521,6 +548,34 @@ def test_files_that_are_black_or_of_one_colour_are_told_as_in_memory(tmp_path: P
     assert find_doubts(task, read_before(task)) == said
     assert check(f"folder:{tmp_path}/dark", tmp_path).problems == said
     assert len(check(f"folder:{tmp_path}/black", tmp_path).problems) == 3
+
+
+def test_of_very_many_training_images_black_ones_are_told_from_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every second one of 20,002 is read; of the last two parts all are."""
+    photos_in(tmp_path, [f"{k}.png" for k in range(4)])
+    black, *files = [tmp_path / name for name in ("black.png", "0.png", "1.png", "2.png", "3.png")]
+    Image.new("RGB", (4, 4)).save(black)
+    train = Split([black] * 20_002, torch.arange(20_002) % 2)
+    val, test = (Split(files[k::2], torch.tensor([0, 1])) for k in range(2))
+    cfg = FinetuneConfig(backbone="vit_mini", dataset="own")
+    look_at_data(cfg, Task("own", train, val, test, ["a", "b"]), None)
+    (told,) = [line for line in caplog.messages if "black" in line]
+    assert told.startswith("own: train: no pixel is above 1 of 255, so the images are black")
+
+
+def test_the_images_that_are_read_of_many_are_spread_over_all(tmp_path: Path) -> None:
+    photos_in(tmp_path, [f"{k}.png" for k in range(10)])
+    files = [tmp_path / f"{k}.png" for k in range(10)]
+    assert [*look_at(files, most=10)] == [*look_at(files, most=None)] == files
+    looks = look_at(files, most=4)
+    assert [*looks] == files[::3]
+    for file in files[3::3]:
+        Image.new("RGB", (4, 4), "red").save(file)
+    assert find_empty("train", files, look_at(files, most=4)) == [
+        "train: 3 of 4 images are of one colour"
+    ]
 
 
 def own_files(*parts: Sequence[str]) -> list[ImageFile]:
