@@ -23,7 +23,6 @@ from data import (
     Split,
     Stored,
     Task,
-    as_compared,
     count_by_class,
     digest_of_pixels,
     find_lookalikes,
@@ -33,6 +32,7 @@ from support.names import (
     find_doubtful_names,
     find_misnamed,
     find_unread,
+    folded,
     paths_of,
     places_of,
     shorten,
@@ -80,10 +80,10 @@ def check_folders_of_labels(task: Task) -> None:
     number them in another order, or in the lack of one class. Where a folder has several labels, it
     may be no class, but a writer, a patient or a fold: see `find_labels_of_other_folders`.
     """
-    names = {as_compared(name) for name in task.classes}
+    names = {folded(name) for name in task.classes}
     paths = {path: found for path, found in paths_of(task).items() if found[0]}  # with a class
     folders_of_files = {os.path.dirname(path) for path in paths}  # noqa: PTH120  # as text: fast
-    if not {as_compared(os.path.basename(folder)) for folder in folders_of_files} <= names:  # noqa: PTH119
+    if not {folded(os.path.basename(folder)) for folder in folders_of_files} <= names:  # noqa: PTH119
         return
     splits_of = places_of(paths, task.classes)
     misnamed = find_misnamed(splits_of, task.classes)

@@ -4,6 +4,7 @@ Masks, changed copies and parts of the data are known by such names alone, so th
 refused. Paths are texts here: of very many files, `pathlib` takes its time.
 """
 
+import functools
 import os
 import re
 import unicodedata
@@ -51,7 +52,7 @@ class Place:
 
     folder: Path
     class_name: str  # "" where images have no class, or several
-    class_folder: Path  # the folder of the class: this one or one above it
+    class_folder: Path | None  # the folder of this name: this one or one above it; it may lack
     inner: tuple[str, ...]  # the way from there to this one, such as ("film 1",)
     meanings: frozenset[str]  # what the words in its name mean, see `meanings_of`
 
@@ -141,7 +142,10 @@ def as_files(found: Mapping[str, tuple[str, str]], classes: Iterable[str] = ()) 
     class_words = words_of_classes(classes)
     paths = with_plain_paths(found)
     rows = [(path, *os.path.split(path), *x) for path, x in paths.items()]
-    places = find_places({(folder, name) for _, folder, _, name, _ in rows}, class_words)
+    splits_of = defaultdict[tuple[str, str], set[str]](set)
+    for _, folder, _, class_name, split in rows:
+        splits_of[folder, class_name].add(split)
+    places = find_places(splits_of, class_words)
     own_words = {name: {*words_of(name)} if name else class_words for _, name in places}
     files = []
     for path, folder, file_name, class_name, split in rows:
@@ -163,13 +167,21 @@ def with_plain_paths(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[st
 
 
 def find_places(
-    found: Collection[tuple[str, str]], class_words: Collection[str]
+    found: Mapping[tuple[str, str], set[str]], class_words: Collection[str]
 ) -> dict[tuple[str, str], Place]:
-    """Return a place for each folder and name of a class; many files lie in one."""
+    """Return a place for each folder and name of a class; many files lie in one.
+
+    `found` has the splits that their images are in.
+    """
     folders = {folder: Path(folder) for folder, _ in found}
-    root = common_folder(folders.values())
+    splits_of = defaultdict[Path, set[str]](set)
+    for (folder, _), splits in found.items():
+        splits_of[folders[folder]] |= splits
+    common, roots = common_folder(splits_of), find_roots(splits_of)
     return {
-        (folder, class_name): place_of(folders[folder], class_name, root, class_words)
+        (folder, class_name): place_of(
+            folders[folder], class_name, (roots[folders[folder]], common), class_words
+        )
         for folder, class_name in found
     }
 
@@ -184,25 +196,64 @@ def common_folder(folders: Collection[Path]) -> Path:
     return Path(os.path.commonpath(folders)) if folders else Path()
 
 
-def place_of(folder: Path, class_name: str, root: Path, class_words: Collection[str]) -> Place:
-    """Return a folder below `root`, in which images of a class are, as a place."""
-    class_folder = folder_of_class(folder, class_name, root)
-    inner = folder.parts[len(class_folder.parts) :]
+def find_roots(splits_of: Mapping[Path, Collection[str]]) -> dict[Path, Path]:
+    """Return for each folder of images the root of the splits that they are in.
+
+    It is the common folder of all images or, if all of these splits lie in one folder there, such
+    as train/, that one.
+
+    >>> splits_of = {"p/train/train": ["train", "val"], "p/train/bus": ["train"], "p/bus": ["test"]}
+    >>> roots = find_roots({Path(folder): splits for folder, splits in splits_of.items()})
+    >>> [root.as_posix() for root in roots.values()]
+    ['p/train', 'p/train', 'p/bus']
+    """
+    common = common_folder(splits_of)
+    tops = {folder: folder.parts[: len(common.parts) + 1] for folder in splits_of}
+    tops_of_split = defaultdict[str, set[tuple[str, ...]]](set)
+    for folder, splits in splits_of.items():
+        for split in splits:
+            tops_of_split[split].add(tops[folder])
+    shared = set[tuple[str, ...]]().union(*(x for x in tops_of_split.values() if len(x) > 1))
+    own = {top: Path(*top) for top in {*tops.values()} - shared}
+    return {folder: own.get(top, common) for folder, top in tops.items()}
+
+
+def place_of(
+    folder: Path, class_name: str, roots: Sequence[Path], class_words: Collection[str]
+) -> Place:
+    """Return a folder, in which images of a class are, as a place.
+
+    The folder of the class is looked for below the first one of `roots`, then below the next.
+    """
+    found = (folder_of_class(folder, class_name, root) for root in roots)
+    class_folder = next((x for x in found if x), None)
+    inner = folder.parts[len(class_folder.parts) :] if class_folder else ()
     return Place(folder, class_name, class_folder, inner, meanings_of(folder, class_words))
 
 
-def folder_of_class(folder: Path, class_name: str, root: Path) -> Path:
+def folder_of_class(folder: Path, class_name: str, root: Path) -> Path | None:
     """Return the first folder below `root`, on the way to `folder`, that is named as the class.
 
-    `folder` if there is none.
+    A class may be called train, so `root` is that of a split.
 
-    >>> folder_of_class(Path("photos/7/film 1/7"), "7", Path("photos")).as_posix()
-    'photos/7'
+    >>> folder_of_class(Path("p/train/train/film 1/train"), "train", Path("p/train")).as_posix()
+    'p/train/train'
     """
-    below = folder.parts[len(root.parts) :]
-    if class_name not in below[:-1]:
-        return folder
-    return folder.parents[len(below) - 2 - below.index(class_name)]
+    name = folded(class_name)
+    for k in range(len(root.parts), len(folder.parts)):
+        if name and folded(folder.parts[k]) == name:
+            return [folder, *folder.parents][len(folder.parts) - 1 - k]
+    return None
+
+
+@functools.lru_cache(maxsize=2**18)
+def folded(name: str) -> str:
+    """Return a name as it is compared, see `as_compared`, with spaces for "_" and "-" in it.
+
+    >>> folded("Golden_Retriever"), folded("-1")
+    ('golden retriever', '-1')
+    """
+    return as_compared(re.sub(r"(?<=\w)[_-]+(?=\w)", " ", name))
 
 
 def folders_below(top: Path, folder: Path) -> list[Path]:
@@ -315,7 +366,7 @@ def describe_class_of_masks(task: Task) -> list[str]:
     if len(named) != 1 or " ".join(words_of(named[0])) not in FOLDERS_OF_MASKS:
         return []
     of_class = [file.place for file in files_of(task) if file.place.class_name == named[0]]
-    inside = [place.class_folder for place in of_class if place.class_folder.name == named[0]]
+    inside = [place.class_folder for place in of_class if place.class_folder]
     if not inside:
         return []
     return [
@@ -428,10 +479,12 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
     count where folders beside each other are numbered otherwise than classes, see
     `are_numbered_otherwise`.
     """
-    by_name = {as_compared(name): name for name in classes}
+    by_name = defaultdict[str, set[str]](set)
+    for name in classes:
+        by_name[folded(name)].add(name)
     depth = len(common_folder({place.folder for place in places}).parts)
     ways = {
-        place: [(k, as_compared(name)) for k, name in enumerate(place.folder.parts[depth:])]
+        place: [(k, folded(name)) for k, name in enumerate(place.folder.parts[depth:])]
         for place in places
     }
     steps = {step for way in ways.values() for step in way}  # such as (0, "train") and (1, "7")
@@ -442,9 +495,10 @@ def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Plac
     numbered = {k for k in numbers if are_numbered_otherwise(numbers[k], by_name)}
     named = {
         place: {
-            by_name[name]
+            class_name
             for k, name in way
             if name in by_name and not (name.isdecimal() and k in numbered)
+            for class_name in by_name[name]
         }
         for place, way in ways.items()
     }
@@ -506,7 +560,8 @@ def find_inner_folders(splits_of: Mapping[Place, set[str]]) -> list[InnerFolder]
     """Return the folders inside of class folders, sorted by class and name."""
     places = defaultdict[Path, list[Place]](list)  # by class folder
     for place in splits_of:
-        places[place.class_folder].append(place)
+        if place.class_folder:
+            places[place.class_folder].append(place)
     inner = []
     for class_folder, inside in places.items():
         top = common_folder({place.folder for place in inside})
@@ -579,6 +634,7 @@ def find_strays(files: Iterable[ImageFile], classes: Collection[str]) -> list[st
     inside = {
         (folder, place.class_name)
         for place in {file.place for file in files}
+        if place.class_folder
         for folder in folders_below(place.class_folder, place.folder)
     }
     if {folder.name for folder, _ in inside if folder.name.isdecimal()} - names:
@@ -628,7 +684,7 @@ def find_derived(files: Sequence[ImageFile]) -> list[str]:
     originals = find_originals(files)
     masks = find_masks(files, originals)
     lines = say_masks(masks)
-    others = [file for file in files if file.place.class_name and file not in masks]
+    others = [file for file in files if file not in masks]
     for told, copies in (
         (
             "whose names say that they were made of others",
@@ -799,11 +855,12 @@ def find_in_two_folders(files: Sequence[ImageFile]) -> dict[ImageFile, ImageFile
     classes hold more than four folders, of other names, these are likely to be patients or films
     whose images are numbered anew; then nothing is returned.
     """
-    if not 1 < len({file.place.inner for file in files}) <= 4:
+    in_classes = [file for file in files if file.place.class_folder]
+    if not 1 < len({file.place.inner for file in in_classes}) <= 4:
         return {}
-    first = dict[tuple[Path, str], ImageFile]()  # by class folder and name
+    first = dict[tuple[Path | None, str], ImageFile]()  # by class folder and name
     namesakes: dict[ImageFile, ImageFile] = {}
-    for file in files:
+    for file in in_classes:
         met = first.setdefault((file.place.class_folder, file.stem.casefold()), file)
         if met.place != file.place:
             namesakes[file] = met
@@ -824,8 +881,8 @@ def find_originals(files: Iterable[ImageFile]) -> Originals:
     for file in files:
         beside[file.place].append(file)
     across = defaultdict[tuple[str, tuple[str, ...]], list[Place]](list)  # by class and way
-    for place in beside:
-        if place.class_name:
+    for place, group in beside.items():
+        if group[0].split:  # a pool has no parts
             across[place.class_name, place.inner].append(place)
     originals: Originals = {}
     for places in across.values():

@@ -757,6 +757,41 @@ def test_copies_that_were_divided_after_they_were_made_are_told_across_parts() -
         assert find_derived(own_files(train, val[:3], usual)) == []
 
 
+@pytest.mark.parametrize("kind", ["tram", "train", "test", "val"])
+def test_a_class_may_have_the_name_of_a_part(tmp_path: Path, kind: str) -> None:
+    """Copies and patients in two parts are told of it as of any other class."""
+    names = {"train": "{}", "val": "a{}", "test": "{}_flip"}
+    copies = [f"{part}/{kind}/{names[part].format(k)}.png" for part in SPLITS for k in "123"]
+    buses = [f"{part}/bus/{part}{k}.png" for part in SPLITS for k in "123"]
+    photos_in(tmp_path / "copies", copies + buses)
+    (line,) = find_doubts(folder(tmp_path / "copies", 0))
+    assert ": 3, such as " in line and f"/test/{kind}/1_flip.png of " in line
+
+    patients = [f"{part}/{x}/P{k}/{part}.png" for part in SPLITS for x in (kind, "bus")
+                for k in "123456"]  # fmt: skip
+    photos_in(tmp_path / "patients", patients)
+    (line,) = about_folders(tmp_path / "patients")
+    assert "those of 12 names are divided among train, val, test." in line
+    photos_in(tmp_path / "one_name", [f"{part}/{x}/{part}{k}.png" for part in SPLITS
+                                      for x in (kind, "bus") for k in "123"])  # fmt: skip
+    assert find_doubts(folder(tmp_path / "one_name", 0)) == []
+
+
+@pytest.mark.parametrize("copy", ["{}_flip", "{}_jpg.rf.b{}"])
+def test_copies_are_told_where_an_image_may_have_several_classes(copy: str) -> None:
+    """As where each has one; numbers that begin anew in each part are no copies."""
+    image = copy.replace("b", "a") if "rf" in copy else "{}"
+    labels = 2 * ZEROS_AND_ONES - 1
+    for test, told in ((copy, 1), ("{}", 0)):
+        splits = [
+            Split([Path(f"/d/{part}/{name.format(k, k)}.png") for k in range(6)], labels)
+            for part, name in (("train", image), ("val", "a{}"), ("test", test))
+        ]
+        lines = find_doubtful_names(Task("own", *splits, ["a", "b", "c"]))
+        assert len(lines) == told
+        assert not told or ": 6, such as /d/test/0_" in lines[0]
+
+
 def test_capital_letters_do_not_hide_a_copy() -> None:
     train, dog = ["cat/DSC1.JPG", "cat/DSC2.JPG"], ["dog/1.png"]
     (line,) = find_derived(own_files(train, dog, ["cat/dsc1_edited.jpg"]))
@@ -832,6 +867,19 @@ def test_accents_and_capitals_hide_no_wrong_label(form: str) -> None:
     swapped = " ".join(reversed(folders.split()))
     with pytest.raises(ValueError, match=r"^labels: images in /pets/test/.* are labelled thé"):
         check_task(numbered(good | {"test": swapped}, "café thé"))
+
+
+def test_spaces_for_other_signs_hide_no_wrong_label() -> None:
+    good = dict.fromkeys(SPLITS, "golden_retriever Siamese-cat")
+    task = numbered(good, "x y")._replace(classes=["golden retriever", "siamese cat"])
+    check_task(task)
+    assert find_doubtful_names(task) == []
+    swapped = Split(task.test.images, 1 - task.test.targets)
+    with pytest.raises(ValueError, match=r"test/Siamese-cat are labelled golden retriever;"):
+        check_task(task._replace(test=swapped))
+    turns = numbered(dict.fromkeys(SPLITS, "-1 1"), "-1 1")  # two classes, as of a wheel
+    with pytest.raises(ValueError, match=r"test/-1 are labelled 1;"):
+        check_task(turns._replace(test=Split(turns.test.images, 1 - turns.test.targets)))
 
 
 def about_labels(task: Task) -> list[str]:
