@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -279,6 +280,13 @@ def meanings_of(folder: Path, class_words: Collection[str]) -> frozenset[str]:
 # --- what there is -------------------------------------------------------------------------------
 
 
+class Contents(NamedTuple):
+    """Lines on what a task or pool holds."""
+
+    facts: list[str]  # its classes and counts, and what was drawn
+    doubts: list[str]  # what may be meant so or make a number wrong, as folders inside of classes
+
+
 def describe(source: Task | Pool) -> list[str]:
     """Return lines on a task or pool: its classes and counts, what was drawn and what left out.
 
@@ -289,28 +297,36 @@ def describe(source: Task | Pool) -> list[str]:
     >>> describe(Task("own", split, split, split, ["daisy", "rose"], left_out={".heic": 2}))
     ['2 classes, 9 images: daisy 6, rose 3; train 3, val 3, test 3', 'left out: 2 .heic']
     """
+    facts, doubts = look_into(source)
+    return [*facts, *doubts]
+
+
+def look_into(source: Task | Pool) -> Contents:
+    """Return the lines of `describe`, those that inform apart from those that raise a doubt."""
+    doubts: list[str] = []
     if isinstance(source, Pool):
-        lines = [f"images without labels: {len(source.images)}"]
+        facts = [f"images without labels: {len(source.images)}"]
     else:
         inner = find_inner_folders(places_of(paths_of(source), source.classes))
         divided = find_divided(inner)
-        lines = [describe_counts(source)]
+        facts = [describe_counts(source)]
         if source.drawn:
-            lines.append(f"drawn image by image: {', '.join(['train', *source.drawn])}")
+            facts.append(f"drawn image by image: {', '.join(['train', *source.drawn])}")
             if not divided:  # otherwise this is told of the folders that are divided
-                lines[-1] += (
+                facts[-1] += (
                     ". If several images show one patient, film or object, divide them yourself, as"
                     " docs/guide.md shows"
                 )
+        facts += describe_decomposed(source)
         if not divided:
-            lines += describe_inner_folders(inner)
-        lines += describe_class_of_masks(source) + describe_decomposed(source)
+            doubts += describe_inner_folders(inner)
+        doubts += describe_class_of_masks(source)
     if source.left_out:
-        lines.append(f"left out: {in_words(source.left_out)}")
-        # Images that are left out are told as a doubt, see `find_unread`.
+        doubts.append(f"left out: {in_words(source.left_out)}")
+        # Images that are left out are told once more, by class, see `find_unread`.
         if remedy := say_remedies(PACKED.intersection(source.left_out)):
-            lines[-1] += f"; {remedy} if their images are needed"
-    return lines
+            doubts[-1] += f"; {remedy} if their images are needed"
+    return Contents(facts, doubts)
 
 
 def describe_counts(task: Task) -> str:

@@ -73,11 +73,11 @@ def find_start_files(place: Path) -> list[Path]:
 
 
 def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
-    """Log which adapters the seeds start from, where --from has more of them than seeds."""
+    """Warn where --from has more adapters than seeds, and say which are taken."""
     files = find_start_files(cfg.start) if cfg.start else []
     if len(files) > len(starts):
         taken = ", ".join(str(start.file) for start in starts)
-        LOG.info(
+        LOG.warning(
             "--from %s: takes %d of %d adapters: %s", cfg.start, len(starts), len(files), taken
         )
 

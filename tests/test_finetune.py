@@ -575,13 +575,16 @@ def test_of_more_adapters_than_seeds_the_first_ones_are_taken_and_told(
     weights: Path, aligned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where all are taken, also for an earlier command, there is nothing to tell."""
-    caplog.set_level("INFO", "bisslight")
     settings: dict[str, Any] = {"start": aligned, "lr": (1e-2,), "epochs": 1}
 
     def told(seeds: int) -> list[str]:
         caplog.clear()
         tune(weights, tmp_path / "f", seeds=seeds, **settings)
-        return [line for line in caplog.messages if line.startswith("--from")]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if record.levelname == "WARNING" and record.getMessage().startswith("--from")
+        ]
 
     first = aligned / "s2/adapter.safetensors"
     assert told(1) == [f"--from {aligned}: takes 1 of 2 adapters: {first}"]
