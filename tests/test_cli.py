@@ -352,6 +352,21 @@ def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is(program
     assert (piped.stdout, piped.stderr) == (printed, b"")
 
 
+def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:
+    """By a clock of the test; the bar itself is the same, as no unit has ended."""
+    now = 0.0
+    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
+    bars.add_task("align", total=6)
+    shown = []
+    for _ in range(3):
+        now += 0.1
+        with bars.console.capture() as said:
+            bars.console.print(bars.make_tasks_table(bars.tasks))
+        shown.append(said.get())
+    signs = [line[0] for line in shown]
+    assert len({*signs}) == 3 and len({line[1:] for line in shown}) == 1
+
+
 def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
     """By a clock of the test: after each of the first units of 60 s, 60 s for each that is left."""
     now = 0.0
