@@ -402,9 +402,19 @@ def test_images_of_kinds_that_are_not_read_are_told_by_class_in_check_and_run(
 def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each patient is in one part, also one who is in two classes; no image is lost."""
+    """Each patient is in one part, also one who is in two classes; no image is lost.
+
+    Neither where patient 1 has an image 2_0.png and patient 1_2 an image 0.png, nor in a second
+    division, which would put patients into other parts.
+    """
     monkeypatch.chdir(tmp_path)
-    names = [f"{kind}/P{p}/{k}.png" for kind in ("cat", "dog") for p in range(20) for k in range(3)]
+    patients = [f"{p}{more}" for p in range(20) for more in ("", "_2")]
+    names = [
+        f"{kind}/{patient}/{k}.png"
+        for kind in ("cat", "dog")
+        for patient in patients
+        for k in ("0", "1", "2_0")
+    ]
     photos_in(tmp_path / "PHOTOS", names)
     guide = (Path(data.__file__).parent / "docs/guide.md").read_text()
     assert f"\n### {data.PATIENTS}\n" in guide  # a refusal says that it is there
@@ -413,8 +423,11 @@ def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(
     found = check("folder:DIVIDED", tmp_path)
     assert found.problems == [] and found.images == len(names)
     parts = defaultdict[str, set[str]](set)  # of each patient
-    for file in tmp_path.glob("DIVIDED/*/*/*.png"):
-        parts[file.stem.split("_")[0]].add(file.parent.parent.name)
+    for file in Path("DIVIDED").glob("*/*/*/*.png"):
+        _, part, _, patient, _ = file.parts
+        parts[patient].add(part)
     assert all(len(of_patient) == 1 for of_patient in parts.values())
     sizes = Counter(part for (part,) in parts.values())
-    assert sizes == {"train": 12, "val": 4, "test": 4}
+    assert sizes == {"train": 24, "val": 8, "test": 8}
+    with pytest.raises(FileExistsError, match="DIVIDED"):
+        exec(code, {})
