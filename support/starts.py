@@ -267,9 +267,9 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
     if seen.images:
         names = " and ".join(seen.images[:2])
         what = f"{len(seen.images)} of the {len(task.test.targets)} test images"
-        how = f"was trained on {what}, by content or by class and name"
+        how = f"was trained on {what}, by content or by {class_and_name(task)}"
         if not seen.by_content:
-            how = f"was trained on images with the class and name of {what}"
+            how = f"was trained on images with the {class_and_name(task)} of {what}"
         as_before = (
             f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset}, or of"
             " a run before it, as they were"
@@ -339,9 +339,9 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
         changed = "changed and " if knows_contents(task, info) else ""
         doubts.append(
             f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset})"
-            f" {'is' if found == 1 else 'are'} found here, by content or by class and name. If"
-            f" others are here, too, {changed}under a new name or one that several of them have, it"
-            " is not known whether θ has seen the test images"
+            f" {'is' if found == 1 else 'are'} found here, by content or by"
+            f" {class_and_name(task)}. If others are here, too, {changed}under a new name or one"
+            " that several of them have, it is not known whether θ has seen the test images"
         )
     if by_name_alone:
         unlike = "and not its content. That is well if they were converted"
@@ -349,11 +349,19 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
             unlike = f"and {NOT_READ}. That is well if they are the same images"
         have = "an image here has" if by_name_alone == 1 else f"{by_name_alone} images here have"
         doubts.append(
-            f"{have} the class and name of one that θ was trained on"
+            f"{have} the {class_and_name(task)} of one that θ was trained on"
             f" ({info.dataset}), {unlike}; if the files were numbered anew, θ may have seen the"
             " test images"
         )
     return doubts
+
+
+def class_and_name(task: Task) -> str:
+    """Return by what files are known, apart from their content: of several classes, none is named.
+
+    See `name_images`.
+    """
+    return "name" if task.test.targets.ndim > 1 else "class and name"
 
 
 def knows_contents(task: Task, info: AdapterInfo) -> bool:

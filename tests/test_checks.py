@@ -19,6 +19,7 @@ from toy import photos_in
 from config import FinetuneConfig
 from data import (
     SPLITS,
+    ImageError,
     Look,
     Pool,
     Split,
@@ -563,6 +564,21 @@ def test_of_very_many_training_images_black_ones_are_told_from_some(
     look_at_data(cfg, Task("own", train, val, test, ["a", "b"]), None)
     (told,) = [line for line in caplog.messages if "black" in line]
     assert told.startswith("own: train: no pixel is above 1 of 255, so the images are black")
+
+
+def test_a_script_that_takes_half_images_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
+    cfg = FinetuneConfig(backbone="vit_mini", dataset=f"folder:{tmp_path}")
+    file = tmp_path / "cat/0.png"
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ImageError, match=r"cat/0\.png"):
+        look_at_data(cfg, folder(tmp_path, 0), None)
+    assert "LOAD_TRUNCATED" not in caplog.text
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    look_at_data(cfg, folder(tmp_path, 0), None)
+    assert "half an image may be taken for a whole one; set it to False" in caplog.text
 
 
 def test_the_images_that_are_read_of_many_are_spread_over_all(tmp_path: Path) -> None:

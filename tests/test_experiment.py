@@ -168,3 +168,18 @@ def test_numbers_beyond_the_names_of_classes_are_refused() -> None:
     split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 3]))
     with pytest.raises(UsageError, match="name 2 classes, and number them up to 3"):
         check_numbers(Task("pets", split, split, split, ["a", "b"]))
+
+
+def test_another_default_type_of_a_script_is_refused_in_a_line(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Notebook 1 computes in float64; a run after it would end in a traceback."""
+    cfg = AlignConfig(backbone="vit_mini", weights=weights, dataset="quilts", **ALIGN_SETTINGS)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(
+            UsageError, match=r"is torch.float64, .*set_default_dtype\(torch.float32"
+        ):
+            align(cfg, tmp_path / "a")
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, rea
 from support.starts import (
     Start,
     check_settings,
+    check_unseen,
     doubt_what_is_missing,
     find_seen,
     seconds_until,
@@ -1197,6 +1199,24 @@ def test_all_images_that_are_known_by_their_names_alone_are_counted(tmp_path: Pa
     assert doubt.startswith("3 images here have the class and name of one")
     alone = data.Task("own", parts[1], parts[1], parts[1], ["a"])
     assert doubt_what_is_missing(alone, older)[0].startswith("an image here has the class and name")
+
+
+def test_of_images_of_several_classes_no_line_speaks_of_a_class(tmp_path: Path) -> None:
+    """Their files are known by their names, whatever their labels."""
+    for k in range(4):
+        Image.new("L", (8, 8), k).save(tmp_path / f"{k}.png")
+    labels = torch.tensor([[1, -1]])
+    parts = [data.Split([tmp_path / f"{k}.png"], labels) for k in range(4)]
+    names = frozenset(name_images(parts[0], ["a", "b"]) + name_images(parts[3], ["a", "b"]))
+    info = AdapterInfo(dataset="own", seen=names, seen_images=3)
+    some, by_name = doubt_what_is_missing(data.Task("own", *parts[:3], ["a", "b"]), info)
+    assert some.startswith("1 of the 3 images") and "by content or by name. If" in some
+    assert by_name.startswith("an image here has the name of one")
+    tested: Any = SimpleNamespace(
+        task=data.Task("own", *parts[1:], ["a", "b"]), digests={"data_sha256": "2:x"}
+    )
+    with pytest.raises(ValueError, match=r"^was trained on images with the name of 1 of the "):
+        check_unseen(info, tested)
 
 
 def test_a_name_that_train_and_test_both_have_is_told_and_refuses_nothing(

@@ -126,6 +126,23 @@ def test_predictions_are_printed_as_a_table_and_as_json(photos: Task) -> None:
     assert [row["image"] for row in said if "caf" in row["image"]] == ["unknown/caf\udce9.png"]
 
 
+def test_black_images_are_told_and_classified(
+    photos: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also nearly black ones, as where numbers from 0 to 1 were saved as whole ones."""
+    predict(Path("f"), [Path("unknown")])
+    assert "black" not in caplog.text
+    black = Image.new("RGB", (48, 48))
+    black.save("unknown/black.png")
+    black.putpixel((20, 20), (1, 0, 1))
+    black.save("unknown/black_but_one.png")
+    Image.new("RGB", (48, 48), (9, 99, 200)).save("unknown/blue.png")
+    files = sorted(Path("unknown").iterdir())
+    assert len(predict(Path("f"), [Path("unknown")]).guesses) == len(files)
+    told = "are black or of one colour: 3, such as unknown/black.png; they are classified, too"
+    assert told in caplog.text
+
+
 def test_masks_among_the_images_are_told_and_classified(
     photos: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
