@@ -52,6 +52,7 @@ class Place:
     """A folder that has images of a class directly in it."""
 
     folder: Path
+    way: tuple[str, ...]  # to it from the root of its splits, see `find_roots`: ("cat", "film 1")
     class_name: str  # "" where images have no class, or several
     class_folder: Path | None  # the folder of this name: this one or one above it; it may lack
     inner: tuple[str, ...]  # the way from there to this one, such as ("film 1",)
@@ -151,6 +152,7 @@ def as_files(found: Mapping[str, tuple[str, str]], classes: Iterable[str] = ()) 
     files = []
     for path, folder, file_name, class_name, split in rows:
         stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
+        stem = unicodedata.normalize("NFC", stem)  # old Macs write accents otherwise
         words = [word for word in words_of(stem) if word not in own_words[class_name]]
         files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
     return files
@@ -229,7 +231,8 @@ def place_of(
     found = (folder_of_class(folder, class_name, root) for root in roots)
     class_folder = next((x for x in found if x), None)
     inner = folder.parts[len(class_folder.parts) :] if class_folder else ()
-    return Place(folder, class_name, class_folder, inner, meanings_of(folder, class_words))
+    way = folder.parts[len(roots[0].parts) :]
+    return Place(folder, way, class_name, class_folder, inner, meanings_of(folder, class_words))
 
 
 def folder_of_class(folder: Path, class_name: str, root: Path) -> Path | None:
@@ -456,8 +459,9 @@ def shorten(names: Sequence[str]) -> str:
 def find_doubtful_names(task: Task) -> list[str]:
     """Return a line for each thing in names of files and folders that may make a number wrong."""
     files = files_of(task)
+    of_labels = find_labels_of_other_folders(files, task.classes) or find_renumbered(files)
     return [
-        *find_labels_of_other_folders(files, task.classes),
+        *of_labels,
         *find_folders_in_classes(files, task.classes),
         *find_strays(files, task.classes),
         *find_converted(files),
@@ -485,6 +489,44 @@ def find_labels_of_other_folders(files: Iterable[ImageFile], classes: Collection
         " Are the classes of all splits numbered alike, and the rows of a table those of the files?"
         " If such folders are no classes, or labels were corrected, this is well"
     ]
+
+
+def find_renumbered(files: Iterable[ImageFile]) -> list[str]:
+    """Return a line if folders have another label in val than in train, and one for test.
+
+    Such folders are n01, n02 and so on, of classes with readable names. The labels have to differ
+    as they do where classes are numbered in another order: what is tench in train is always shark
+    in test, and nothing else is. Patients who are numbered anew in each part differ otherwise.
+    """
+    places = splits_of_places(files)
+    trained = labels_by_way(places, "train")
+    lines = []
+    for split in ("val", "test"):
+        labels = labels_by_way(places, split)
+        both = {way: (trained[way], labels[way]) for way in labels if way in trained}
+        pairs = {*both.values()}
+        is_order = len(pairs) == len({one for one, _ in pairs}) == len({two for _, two in pairs})
+        changed = sorted(way for way, (one, two) in both.items() if one != two)
+        if is_order and len(pairs) > 1 and len(changed) > 1:
+            one, two = both[changed[0]]
+            lines.append(
+                f"{split}: folders whose images have another label than in train: {len(changed)},"
+                f" such as {'/'.join(changed[0])}, labelled {two}, and {one} in train. Are the"
+                " classes of all splits numbered alike? If such folders are no classes, this is"
+                " well"
+            )
+    return lines
+
+
+def labels_by_way(
+    places: Mapping[Place, Collection[str]], split: str
+) -> dict[tuple[str, ...], str]:
+    """Return the class of each folder whose images in a split have one, by the way to it."""
+    labels = defaultdict[tuple[str, ...], set[str]](set)
+    for place, splits in places.items():
+        if place.class_name and split in splits:
+            labels[place.way].add(place.class_name)
+    return {way: min(names) for way, names in labels.items() if len(names) == 1}
 
 
 def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Place]:
@@ -704,7 +746,7 @@ def find_derived(files: Sequence[ImageFile]) -> list[str]:
     for told, copies in (
         (
             "whose names say that they were made of others",
-            find_named_copies(originals, masks, len(files)),
+            find_named_copies(files, originals, masks),
         ),
         ("that Roboflow made of one picture, as their names say", find_versions(others)),
         ("that have a namesake in another folder of their class", find_in_two_folders(others)),
@@ -821,22 +863,43 @@ def words_and_numbers(name: str) -> tuple[str, ...]:
 
 
 def find_named_copies(
-    originals: Originals, masks: Collection[ImageFile], images: int
+    files: Collection[ImageFile], originals: Originals, masks: Collection[ImageFile]
 ) -> dict[ImageFile, ImageFile]:
     """Return the files that are named as copies of others, and these; without masks.
 
-    `images` says how many there are in all. What was added to the name of the original is one of
-    COPIES, or any words that were added to many names beside the original, as in 0_bright.png,
-    1_bright.png and so on.
+    What was added to the name of the original is one of COPIES, or any words that were added to
+    many names, as in 0_bright.png, 1_bright.png and so on.
     """
-    times = Counter(
-        words for file, (original, words) in originals.items() if file.place == original.place
-    )
+    times = count_added_words(files, originals)
     return {
         file: original
         for file, (original, words) in originals.items()
-        if file not in masks and (not COPIES.isdisjoint(words) or is_often(times[words], images))
+        if file not in masks
+        and (not COPIES.isdisjoint(words) or is_often(times[words], len(files)))
     }
+
+
+def count_added_words(files: Iterable[ImageFile], originals: Originals) -> Counter[tuple[str, ...]]:
+    """Return how often words were added to names of images beside, or in the same place of a part.
+
+    In another part, words do not count that all images in a folder have: test/cat/1_new.png may be
+    another image than train/cat/1.png.
+    """
+    beside = defaultdict[Place, list[ImageFile]](list)
+    for file in files:
+        beside[file.place].append(file)
+
+    @functools.cache
+    def have_all(place: Place, words: tuple[str, ...]) -> bool:
+        return all({*words} <= {*file.words} for file in beside[place])
+
+    times = Counter[tuple[str, ...]]()
+    for file, (original, words) in originals.items():
+        one, other = file.place, original.place
+        are_alike = (one.way, one.class_name) == (other.way, other.class_name)
+        if one == other or (are_alike and not have_all(one, words)):
+            times[words] += 1
+    return times
 
 
 def is_often(times: int, images: int) -> bool:
@@ -890,21 +953,17 @@ def find_originals(files: Iterable[ImageFile]) -> Originals:
     """Return for each file whose name was made from another's: that one, and the words added.
 
     Such as 0.png and "mask" for 0_mask 2.png, or img_0.png and "mask" for mask_0.png. The other one
-    is of the same class, and lies beside it or, if none does so, in the folder of the class in
-    another part.
+    is of the same class, and lies beside it or, if none does so, anywhere else. In a pool it lies
+    beside it.
     """
     beside = defaultdict[Place, list[ImageFile]](list)
+    of_class = defaultdict[str, list[ImageFile]](list)
     for file in files:
         beside[file.place].append(file)
-    across = defaultdict[tuple[str, tuple[str, ...]], list[Place]](list)  # by class and way
-    for place, group in beside.items():
-        if group[0].split:  # a pool has no parts
-            across[place.class_name, place.inner].append(place)
+        if file.split:
+            of_class[file.place.class_name].append(file)
     originals: Originals = {}
-    for places in across.values():
-        if len(places) > 1:
-            originals |= find_originals_among([file for place in places for file in beside[place]])
-    for group in beside.values():
+    for group in (*of_class.values(), *beside.values()):
         originals |= find_originals_among(group)
     return originals
 

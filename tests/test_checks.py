@@ -767,10 +767,29 @@ def test_copies_that_were_divided_after_they_were_made_are_told_across_parts() -
     bright = [f"train/cat/{k}_bright.png" for k in "123"]
     (line,) = find_derived(own_files([*train, *bright], val, ["test/cat/4_bright.png"]))
     assert ": 1, such as /photos/test/cat/4_bright.png of /photos/train/cat/4.png. A" in line
+    deeper = [f"test/cat/more/{k}_flip.png" for k in "123"]
+    (line,) = find_derived(own_files([*train, "train/cat/best/7.png"], val, deeper))
+    assert ": 3, such as /photos/test/cat/more/1_flip.png of /photos/train/cat/1.png. A" in line
     named_by_part = [f"test/{kind}/{k}_test.png" for kind in ("cat", "dog") for k in "123456"]
     anew = [f"test/{kind}/{k}.png" for kind in ("cat", "dog") for k in "123456"]
     for usual in (named_by_part, anew, ["test/dog/a1_flip.png", *anew]):
         assert find_derived(own_files(train, val[:3], usual)) == []
+
+
+def test_training_on_changed_copies_of_test_images_is_told() -> None:
+    """By any words, if there are several: one that all images of a part have may be its name."""
+    cats = [f"train/cat/{k}_{word}.png" for k in "123456" for word in ("bright", "rotate15")]
+    test = [f"test/{kind}/{k}.png" for kind in ("cat", "dog") for k in "123456"]
+    val, dogs = ["val/dog/v.png"], [f"train/dog/d{k}.png" for k in "123456"]
+    (line,) = find_derived(own_files([*cats, *dogs], val, test))
+    assert ": 12, such as /photos/train/cat/1_bright.png of /photos/test/cat/1.png. A" in line
+    assert find_derived(own_files([*cats[::2], *dogs], val, test)) == []
+
+
+def test_accents_of_old_macs_hide_no_copy() -> None:
+    train, dog = ["train/cat/ka\u0308se.png"], ["val/dog/1.png"]
+    (line,) = find_derived(own_files(train, dog, ["test/cat/k\u00e4se_flip.png"]))
+    assert ": 1, such as /photos/test/cat/k\u00e4se_flip.png of " in line
 
 
 @pytest.mark.parametrize("kind", ["tram", "train", "test", "val"])
@@ -896,6 +915,39 @@ def test_spaces_for_other_signs_hide_no_wrong_label() -> None:
     turns = numbered(dict.fromkeys(SPLITS, "-1 1"), "-1 1")  # two classes, as of a wheel
     with pytest.raises(ValueError, match=r"test/-1 are labelled 1;"):
         check_task(turns._replace(test=Split(turns.test.images, 1 - turns.test.targets)))
+
+
+@pytest.mark.parametrize(
+    ("folders", "classes", "test", "told"),
+    [
+        ("n01 n02 n03", "tench shark hen", [1, 0, 2], ["n01, labelled shark, and tench in"]),
+        ("n01 n02 n03", "tench shark hen", [0, 1, 2], []),
+        ("cat dog fox", "cat other", [1, 0, 0], ["cat, labelled other, and cat in"]),
+        ("1 2 3 4 5 6 7 8 9 10", "0 1 2 3 4 5 6 7 8 9", [0, *range(2, 10), 1],
+         ["10, labelled 1, and 9 in"]),
+        ("P1 P2 P3 P4", "ill well", [1, 0, 1, 0], []),  # patients, numbered anew in each part
+    ],
+)  # fmt: skip
+def test_a_split_that_is_numbered_in_another_order_is_told(
+    folders: str, classes: str, test: list[int], told: list[str]
+) -> None:
+    """Of folders that have other names than the classes; of each split that differs."""
+    names, most = folders.split(), len(classes.split()) - 1
+    order = [min(k, most) for k in range(len(names))]
+    splits = [
+        Split(
+            [Path(f"/d/{part}/{name}/{part}{k}.png") for name in names for k in "12"],
+            torch.tensor(labels).repeat_interleave(2),
+        )
+        for part, labels in zip(SPLITS, (order, order, test), strict=True)
+    ]
+    task = Task("own", *splits, classes.split())
+    check_task(task)
+    lines = find_doubtful_names(task)
+    assert [line.split(" such as ")[1].split(" train.")[0] for line in lines] == told
+    assert all(line.startswith("test: folders whose images have another label") for line in lines)
+    both = task._replace(val=Split(task.val.images, task.test.targets))
+    assert len(find_doubtful_names(both)) == 2 * len(told)
 
 
 def about_labels(task: Task) -> list[str]:
