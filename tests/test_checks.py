@@ -41,7 +41,7 @@ from support.checks import (
     find_without_class,
     most_lose_levels,
 )
-from support.experiment import log_contents, look_at, look_at_data
+from support.experiment import log_contents, look_at, look_at_data, look_at_pool
 from support.names import (
     ImageFile,
     describe,
@@ -564,6 +564,14 @@ def test_of_very_many_training_images_black_ones_are_told_from_some(
     look_at_data(cfg, Task("own", train, val, test, ["a", "b"]), None)
     (told,) = [line for line in caplog.messages if "black" in line]
     assert told.startswith("own: train: no pixel is above 1 of 255, so the images are black")
+
+
+def test_a_large_pool_is_looked_through_but_not_imagenet(tmp_path: Path) -> None:
+    """A dry run is to take seconds, and that pool is as its authors made it."""
+    pool = Pool([tmp_path / "gone.jpg"] * 20_001)
+    with pytest.raises(ImageError, match=r"gone\.jpg"):
+        look_at_pool("photos", pool)
+    look_at_pool("imagenet", pool)
 
 
 def test_a_script_that_takes_half_images_is_told_so(
