@@ -113,7 +113,9 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     if is_too_large(count_numbers_of_vit(cfg.arch()), device):
         return found | {"about": not_tried("this network")}
     time_steps = partial(time_pretraining, cfg, pool, device)
-    seconds, how = reckon(time_steps, cfg.arch(), cfg.batch, device)
+    with torch.device("meta"):  # shapes alone, no numbers
+        head = count_numbers(build_head(cfg.arch(), cfg.pretext))
+    seconds, how = reckon(time_steps, cfg.arch(), cfg.batch, device, head)
     steps_left = cfg.epochs * epoch_steps - done
     left = steps_left * seconds["training step"]
     return found | tell_times(seconds, left, how, cfg.backbone, device)
@@ -543,7 +545,11 @@ def estimate_align(experiment: Alignment, done: int | None, has_weights: bool) -
     images = len(experiment.task.train.targets)
     largest_batch = max(cfg.p_batch, min(cfg.d_batch, images))
     arch = experiment.networks.arch
-    seconds, how = reckon(partial(time_align, experiment), arch, largest_batch, device)
+    share = share_of_work(arch, largest_batch, device)
+    head = count_numbers(experiment.networks.head)
+    p_share = share_of_work(arch, cfg.p_batch, device, head)
+    seconds = time_align(experiment, share, p_share)
+    how = tell_share(cfg.p_batch, p_share) or tell_share(largest_batch, share)
     left = seconds_of_align(cfg, seconds, images, done)
     found = tell_times(seconds, left, tell_random(has_weights) + how, cfg.backbone, device)
     if device.type == "cuda" and cfg.mfac_device == "same":
@@ -570,28 +576,49 @@ def estimate_finetune(experiment: Tuning, trials: int, tests: int, has_weights: 
 
 
 def reckon(
-    time_steps: Callable[[float], Seconds], arch: Arch, batch: int, device: torch.device
+    time_steps: Callable[[float], Seconds],
+    arch: Arch,
+    batch: int,
+    device: torch.device,
+    head: int = 0,
 ) -> tuple[Seconds, str]:
     """Return the seconds of whole steps, and a text: how they were reckoned, "" if just timed.
 
-    On a CPU, a step of a large network would take minutes, and may need more memory than there is.
-    So the steps that are timed have as many images as make MOST_WORK. With fewer, most of the time
-    would be what a step takes with any number of images, and it would be multiplied, too.
+    `time_steps` is called with a share of each batch; it times steps with so many images, and
+    returns what whole ones take. The others as in `share_of_work`.
+    """
+    share = share_of_work(arch, batch, device, head)
+    return time_steps(share), tell_share(batch, share)
+
+
+def share_of_work(arch: Arch, batch: int, device: torch.device, head: int = 0) -> float:
+    """Return with which share of a batch steps are timed: on a CPU with what makes MOST_WORK.
+
+    A whole step of a large network would take minutes there, and may need more memory than there
+    is. With fewer images, most of the time would be what a step takes with any number of images,
+    and it would be multiplied, too.
 
     Args:
-        time_steps: called with a share of each batch, it times steps with so many images, and
-            returns what whole ones take.
         arch: the sizes of the network.
-        batch: images in the largest batch of a step.
+        batch: images in a step.
         device: where the network is.
+        head: how many numbers the weights of a head are that sees each patch, such as MAE's
+            decoder, which may be larger than the network.
     """
-    share = 1.0
-    if device.type == "cpu":
-        patches = (arch.image_size // arch.patch_size) ** 2
-        share = min(1.0, MOST_WORK / (count_numbers_of_vit(arch) * patches * batch))
+    if device.type != "cpu":
+        return 1.0
+    patches = (arch.image_size // arch.patch_size) ** 2
+    return min(1.0, MOST_WORK / ((count_numbers_of_vit(arch) + head) * patches * batch))
+
+
+def tell_share(batch: int, share: float) -> str:
+    """Return the clause that steps had a share of their images; "" if they had all.
+
+    >>> tell_share(256, 1 / 32), tell_share(256, 1.0)
+    (', reckoned from steps with 8 of 256 images', '')
+    """
     images = images_of_share(batch, share)
-    how = f", reckoned from steps with {images} of {batch} images" if images < batch else ""
-    return time_steps(share), how
+    return f", reckoned from steps with {images} of {batch} images" if images < batch else ""
 
 
 def images_of_share(batch: int, share: float) -> int:
@@ -645,16 +672,17 @@ def time_pretraining(
     return {"training step": median_seconds(records) * cfg.batch / images}
 
 
-def time_align(experiment: Alignment, share: float) -> Seconds:
+def time_align(experiment: Alignment, share: float, p_share: float) -> Seconds:
     """Return the seconds of all that align does: of each kind of step, line 10 and a validation.
 
-    Steps are taken with this share of each batch; the seconds are those of whole steps.
+    Lower steps are taken with the share `p_share` of their batch, all else with `share` of its; the
+    seconds are those of whole steps.
     """
     cfg = experiment.cfg
     steps = MOST_STEPS + 1  # the first one warms up
     d_batch = min(cfg.d_batch, len(experiment.task.train.targets))
     d_images = images_of_share(d_batch, share)
-    p_images = images_of_share(cfg.p_batch, share)
+    p_images = images_of_share(cfg.p_batch, p_share)
     changes = {
         "alternations": steps, "lower_steps": 1, "upper_steps": min(1, cfg.upper_steps),
         "probe_epochs": steps, "p_batch": p_images, "d_batch": d_images,

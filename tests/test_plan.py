@@ -13,6 +13,7 @@ from toy import (
     PEFT_STEPS,
     PRETRAIN_STEPS,
     align_line,
+    align_settings,
     contents,
     done,
     finetune_line,
@@ -20,6 +21,7 @@ from toy import (
     run,
 )
 
+from align import Alignment
 from config import BACKBONES, AlignConfig, Arch, FinetuneConfig
 from extras.plan import (
     count_trials,
@@ -31,10 +33,13 @@ from extras.plan import (
     reckon,
     seconds_of_align,
     seconds_of_finetune,
+    share_of_work,
     tell_duration,
+    time_align,
     what_is_left,
 )
-from support.checkpoints import check_timm
+from support.checkpoints import build_head, check_timm
+from support.experiment import open_experiment
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -238,6 +243,35 @@ def test_the_network_of_timm_that_has_five_million_numbers_is_timed_with_whole_s
     tiny = Arch(dim=192, depth=12, heads=3)
     _, told = reckon(lambda share: {"share": share}, tiny, 64, torch.device("cpu"))
     assert told == ""
+
+
+def test_the_decoder_of_mae_is_work_of_a_lower_step_too() -> None:
+    """By hand: 5.5 million numbers and 26 of the decoder, 196 patches, 256 images: 1.58e12."""
+    tiny = Arch(dim=192, depth=12, heads=3)
+    with torch.device("meta"):
+        head = sum(x.numel() for x in build_head(tiny, "mae").parameters())
+    assert head == pytest.approx(26e6, rel=0.05)
+    share = share_of_work(tiny, 256, torch.device("cpu"), head)
+    assert share == pytest.approx(1e11 / 1.58e12, rel=0.05)
+    assert share_of_work(tiny, 256, torch.device("meta"), head) == 1.0
+
+
+def test_lower_steps_are_timed_with_a_share_of_their_own(pretrained: Path) -> None:
+    """Steps of 2 of 8 images count four times; the others are as they are."""
+    cfg = align_settings(pretrained / "mae")
+    experiment = open_experiment(cfg)
+    taken: list[AlignConfig] = []
+
+    def note(short: Alignment) -> tuple[float, float, float]:
+        """As if all steps took a second."""
+        taken.append(short.cfg)
+        return 1.0, 1.0, 1.0
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("extras.plan.time_alternations", note)
+        seconds = time_align(experiment, share=1.0, p_share=0.25)
+    assert (taken[0].p_batch, taken[0].d_batch) == (2, 8)
+    assert (seconds["lower step"], seconds["upper step"]) == (4.0, 1.0)
 
 
 def test_the_seconds_of_an_align_run_are_those_of_all_that_it_does() -> None:
