@@ -5,6 +5,7 @@ refused. Paths are texts here: of very many files, `pathlib` takes its time.
 """
 
 import functools
+import itertools
 import os
 import re
 import unicodedata
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from data import (
@@ -29,6 +31,7 @@ from data import (
     as_compared,
     count_by_class,
     in_words,
+    part_in_name,
     say_remedies,
     words_of,
 )
@@ -79,6 +82,15 @@ class ImageFile:
     ending: str
     words: Sequence[str]  # those in its stem, but for words of its class's name
     split: str  # such as "train"; "" in a pool
+    label: str  # the name of its class; where it may have several, another text for other labels
+
+
+class Known(NamedTuple):
+    """What a task says of an image file; a pool says nothing."""
+
+    class_name: str = ""  # "" where images may have several classes
+    split: str = ""
+    label: str = ""  # see `ImageFile`
 
 
 # Of each file whose name was made from another's: that one, and the words that were added.
@@ -93,30 +105,31 @@ def files_of(task: Task) -> list[ImageFile]:
     return as_files(paths_of(task), task.classes)
 
 
-def paths_of(task: Task) -> dict[str, tuple[str, str]]:
-    """Return the name of its class, and its split, of each image file by its path.
+def paths_of(task: Task) -> dict[str, Known]:
+    """Return what a task says of each image file, by its path.
 
     A file in two splits has the last one of train, val and test.
     """
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Known] = {}
     for name in SPLITS:
         split: Split = getattr(task, name)
         if not isinstance(split.images, Tensor):
-            labels = names_of_labels(split, task.classes)
-            for file, label in zip(split.images, labels, strict=True):
-                found[str(file)] = label, name
+            names = names_of_labels(split, task.classes)
+            labels = names
+            if split.targets.ndim > 1:
+                labels = [row.tobytes().hex() for row in split.targets.to(torch.int8).numpy()]
+            for file, class_name, label in zip(split.images, names, labels, strict=True):
+                found[str(file)] = Known(class_name, name, label)
     return with_plain_paths(found)
 
 
-def places_of(
-    paths: Mapping[str, tuple[str, str]], classes: Iterable[str]
-) -> dict[Place, set[str]]:
+def places_of(paths: Mapping[str, Known], classes: Iterable[str]) -> dict[Place, set[str]]:
     """Return the places of image files, see `paths_of`, and the splits that their images are in.
 
     This asks of folders alone, and takes less time than `files_of`.
     """
     found = defaultdict[tuple[str, str], set[str]](set)
-    for path, (class_name, split) in paths.items():
+    for path, (class_name, split, _) in paths.items():
         found[os.path.dirname(path), class_name].add(split)  # noqa: PTH120  # as text: fast
     places = find_places(found, words_of_classes(classes))
     return {places[key]: splits for key, splits in found.items()}
@@ -135,8 +148,8 @@ def words_of_classes(classes: Iterable[str]) -> frozenset[str]:
     return frozenset(word for name in classes for word in words_of(name))
 
 
-def as_files(found: Mapping[str, tuple[str, str]], classes: Iterable[str] = ()) -> list[ImageFile]:
-    """Return image files from their paths, each with the name of its class and its split.
+def as_files(found: Mapping[str, Known], classes: Iterable[str] = ()) -> list[ImageFile]:
+    """Return image files from their paths, each with what is known of it.
 
     Words of its class say nothing of a mask or a copy: where a class is called "rot", rot_1.png is
     no turned copy. Where the class of an image is not known, the words of all `classes` are these.
@@ -145,20 +158,20 @@ def as_files(found: Mapping[str, tuple[str, str]], classes: Iterable[str] = ()) 
     paths = with_plain_paths(found)
     rows = [(path, *os.path.split(path), *x) for path, x in paths.items()]
     splits_of = defaultdict[tuple[str, str], set[str]](set)
-    for _, folder, _, class_name, split in rows:
+    for _, folder, _, class_name, split, _ in rows:
         splits_of[folder, class_name].add(split)
     places = find_places(splits_of, class_words)
     own_words = {name: {*words_of(name)} if name else class_words for _, name in places}
     files = []
-    for path, folder, file_name, class_name, split in rows:
+    for path, folder, file_name, class_name, split, label in rows:
         stem, ending = os.path.splitext(file_name)  # noqa: PTH122  # as text: fast for ImageNet
         stem = unicodedata.normalize("NFC", stem)  # old Macs write accents otherwise
         words = [word for word in words_of(stem) if word not in own_words[class_name]]
-        files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split))
+        files.append(ImageFile(path, places[folder, class_name], stem, ending, words, split, label))
     return files
 
 
-def with_plain_paths(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+def with_plain_paths(found: Mapping[str, Known]) -> dict[str, Known]:
     """Return what was found by paths that can be compared.
 
     A path that a script may have given as cat/../cat/0.png is taken as cat/0.png. If some paths are
@@ -166,7 +179,7 @@ def with_plain_paths(found: Mapping[str, tuple[str, str]]) -> dict[str, tuple[st
     """
     is_mixed = len({path.startswith(os.sep) for path in found}) > 1
     plain = os.path.abspath if is_mixed else without_dots
-    return {plain(path): class_and_split for path, class_and_split in found.items()}
+    return {plain(path): known for path, known in found.items()}
 
 
 def find_places(
@@ -463,6 +476,7 @@ def find_doubtful_names(task: Task) -> list[str]:
     return [
         *of_labels,
         *find_folders_in_classes(files, task.classes),
+        *find_divided_folders(files, task.classes),
         *find_strays(files, task.classes),
         *find_converted(files),
         *find_derived(files),
@@ -600,18 +614,104 @@ def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) 
         " All images in them count as those of the class"
     )
     if divided:
+        names = {folder.key for folder in divided}
         splits = frozenset[str]().union(*(folder.splits for folder in divided))
-        n = len({folder.key for folder in divided})
-        word = "folder" if n == len(divided) else "name"
-        line += (
-            f", and those of {n} {word}{'' if n == 1 else 's'} are divided among"
-            f" {', '.join(name for name in SPLITS if name in splits)}. If a folder is a person, a"
-            " film or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole"
-            " folders, as docs/guide.md shows"
-        )
+        line += f", and {say_divided(len(names), len(divided), splits)}"
         if all(len(folder.splits) == 1 for folder in divided):
-            line += "; if it is a kind of images, or each part is numbered anew, this is well"
+            line += f"; {MAY_BE_WELL}"
     return [f"{line}. If a folder holds masks, remove it"]
+
+
+# What is said of folders that are divided, where they may be none of patients.
+MAY_BE_WELL = "if it is a kind of images, or each part is numbered anew, this is well"
+
+
+def say_divided(names: int, folders: int, splits: Container[str]) -> str:
+    """Return that folders of so many names are divided among splits, and what to do."""
+    word = "folder" if names == folders else "name"
+    return (
+        f"those of {names} {word}{'' if names == 1 else 's'} are divided among"
+        f" {', '.join(name for name in SPLITS if name in splits)}. If a folder is a person, a film"
+        " or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole folders, as"
+        " docs/guide.md shows"
+    )
+
+
+def find_divided_folders(files: Iterable[ImageFile], classes: Iterable[str]) -> list[str]:
+    """Return a line if folders are divided that are no classes and lie in none.
+
+    Such as those of patients, with labels from a table. Asked are folders of more than four names
+    whose images have one label more often than others, see `say_the_label`: where each folder has
+    a thousand files of all labels, these may well be divided. A folder that has most images of a
+    class is one of this class, whatever its name.
+    """
+    names = {folded(name) for name in classes}
+    counts = Counter((file.place, file.split, file.label) for file in files)
+    sizes = Counter[str]()
+    for (place, _, label), n in counts.items():
+        sizes[label] += n if place.class_name else 0
+    above = {  # by place, the way to the first folder that is named as a class
+        place: tuple(itertools.takewhile(lambda name: folded(name) not in names, place.way))
+        for place in {place for place, _, _ in counts}
+    }
+    for depth in range(1, 1 + max(map(len, above.values()), default=0)):
+        below = {place: way[:depth] for place, way in above.items() if len(way) >= depth}
+        splits = defaultdict[tuple[str, ...], set[str]](set)
+        for place, split, _ in counts:
+            if place in below:
+                splits[below[place]].add(split)
+        if all(len(of_way) == 1 for of_way in splits.values()):
+            continue
+        labels = defaultdict[tuple[str, ...], Counter[str]](Counter)
+        paths = defaultdict[tuple[str, ...], set[Path]](set)
+        for (place, _, label), n in counts.items():
+            if place in below:
+                labels[below[place]][label] += n
+                paths[below[place]].add(
+                    [place.folder, *place.folder.parents][len(place.way) - depth]
+                )
+        ways = [
+            way
+            for way, of_way in labels.items()
+            if not any(2 * n > sizes[label] > 0 for label, n in of_way.items())
+        ]
+        divided = [way for way in ways if len(splits[way]) > 1]
+        if len(ways) > 4 and divided and say_the_label([labels[way] for way in ways]):
+            folders = sorted(path for way in divided for path in paths[way])
+            of_all = set[str]().union(*(splits[way] for way in divided))
+            return [
+                f"folders of images that are no classes: {sum(len(paths[way]) for way in ways)},"
+                f" such as {' and '.join(str(path) for path in folders[:2])}, and"
+                f" {say_divided(len(divided), len(folders), of_all)}; {MAY_BE_WELL}"
+            ]
+    return []
+
+
+def say_the_label(folders: Collection[Counter[str]]) -> bool:
+    """Whether two images of one folder have the same label far more often than any two.
+
+    By more than half of what could be more. `folders` has for each how many images have a label.
+
+    >>> say_the_label([Counter(ill=6), Counter(well=6)])
+    True
+    >>> say_the_label([Counter(ill=4, well=2), Counter(ill=2, well=4)])
+    False
+    """
+    all_images = Counter[str]()
+    for of_folder in folders:
+        all_images.update(of_folder)
+    any_two = share_alike([all_images])
+    return share_alike(folders) > (1 + any_two) / 2
+
+
+def share_alike(folders: Iterable[Counter[str]]) -> float:
+    """Return the share of pairs of images in one folder that have the same label; 0 of none."""
+    alike = pairs = 0
+    for of_folder in folders:
+        n = of_folder.total()
+        pairs += n * (n - 1)
+        alike += sum(k * (k - 1) for k in of_folder.values())
+    return alike / pairs if pairs else 0
 
 
 def find_inner_folders(splits_of: Mapping[Place, set[str]]) -> list[InnerFolder]:
@@ -776,7 +876,7 @@ def find_masks_in_pool(images: Stored) -> list[str]:
 
 def find_masks_among(images: Iterable[Path], classes: Iterable[str] = ()) -> set[ImageFile]:
     """Return those of unlabelled image files that look like masks; the classes may be known."""
-    files = as_files({str(file): ("", "") for file in images}, classes)
+    files = as_files({str(file): Known() for file in images}, classes)
     return find_masks(files, find_originals(files))
 
 
@@ -934,16 +1034,44 @@ def find_in_two_folders(files: Sequence[ImageFile]) -> dict[ImageFile, ImageFile
     classes hold more than four folders, of other names, these are likely to be patients or films
     whose images are numbered anew; then nothing is returned.
     """
+    namesakes = find_namesakes_of_table([file for file in files if not file.place.class_folder])
     in_classes = [file for file in files if file.place.class_folder]
-    if not 1 < len({file.place.inner for file in in_classes}) <= 4:
-        return {}
-    first = dict[tuple[Path | None, str], ImageFile]()  # by class folder and name
-    namesakes: dict[ImageFile, ImageFile] = {}
-    for file in in_classes:
-        met = first.setdefault((file.place.class_folder, file.stem.casefold()), file)
-        if met.place != file.place:
-            namesakes[file] = met
+    if 1 < len({file.place.inner for file in in_classes}) <= 4:
+        first = dict[tuple[Path | None, str], ImageFile]()  # by class folder and name
+        for file in in_classes:
+            met = first.setdefault((file.place.class_folder, file.stem.casefold()), file)
+            if met.place != file.place:
+                namesakes[file] = met
     return namesakes if is_often(len(namesakes), len(files)) else {}
+
+
+def find_namesakes_of_table(files: Sequence[ImageFile]) -> dict[ImageFile, ImageFile]:
+    """Return as `find_in_two_folders` does those of files that lie in no folder of a class.
+
+    Such as aug/0.png of raw/0.png, with labels from a table. Numbers begin anew in folders of
+    patients, too, but there the labels of namesakes are alike by chance alone. Parts of the data
+    are no such folders.
+    """
+    depth = len(common_folder({file.place.folder for file in files}).parts)
+    by_folder = defaultdict[tuple[str, ...], dict[str, ImageFile]](dict)
+    folders = {
+        place: tuple(name for name in place.folder.parts[depth:] if not part_in_name(name))
+        for place in {file.place for file in files}
+    }
+    if not 1 < len({*folders.values()}) <= 4:
+        return {}
+    for file in files:
+        by_folder[folders[file.place]].setdefault(file.stem.casefold(), file)
+    namesakes: dict[ImageFile, ImageFile] = {}
+    for one, two in itertools.combinations(by_folder.values(), 2):
+        pairs = [(two[name], file) for name, file in one.items() if name in two]
+        alike = [(copy, file) for copy, file in pairs if copy.label == file.label]
+        of_one = Counter(file.label for _, file in pairs)
+        of_two = Counter(copy.label for copy, _ in pairs)
+        by_chance = sum(n * of_two[label] for label, n in of_one.items()) / max(1, len(pairs))
+        if len(pairs) - by_chance >= 5 and len(alike) > (len(pairs) + by_chance) / 2:
+            namesakes |= alike
+    return namesakes
 
 
 # --- originals -----------------------------------------------------------------------------------
@@ -962,8 +1090,9 @@ def find_originals(files: Iterable[ImageFile]) -> Originals:
         beside[file.place].append(file)
         if file.split:
             of_class[file.place.class_name].append(file)
+    in_folders = [group for group in of_class.values() if len({file.place for file in group}) > 1]
     originals: Originals = {}
-    for group in (*of_class.values(), *beside.values()):
+    for group in (*in_folders, *beside.values()):
         originals |= find_originals_among(group)
     return originals
 

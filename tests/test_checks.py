@@ -1184,6 +1184,85 @@ def of_parts(*inside: str) -> list[str]:
     return [f"{place}/{k}_{Path(place).name}.png" for place in places for k in range(4)]
 
 
+def of_table(
+    names: Sequence[Sequence[str]], labels: Sequence[Sequence[int]], several: bool = False
+) -> list[str]:
+    """What is told of the names of files in train, val and test whose labels a table has."""
+    splits = []
+    for of_split, numbers in zip(names, labels, strict=True):
+        targets = torch.tensor(numbers)
+        rows = 2 * torch.tensor([[0, 1, 0], [1, 0, 1]])[targets] - 1
+        splits.append(Split([Path("/d", name) for name in of_split], rows if several else targets))
+    classes = ["ill", "well", "none"] if several else ["ill", "well"]
+    return find_doubtful_names(Task("own", *splits, classes))
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("inside", ["{}/{}.png", "{}/ill/{}.png", "more/{}/visit/{}.png"])
+def test_patients_of_a_table_are_told_where_they_are_divided(inside: str, several: bool) -> None:
+    """Each has one label. Whole ones are well, and shards, whose images have labels by chance."""
+    ill = [int(bit) for bit in "011010011001"]
+    if "ill" in inside:  # the others' folder has another name
+        names = [inside.format(f"P{k}", "{}").replace("ill", ["ill", "well"][ill[k]])
+                 for k in range(12)]  # fmt: skip
+    else:
+        names = [inside.format(f"P{k}", "{}") for k in range(12)]
+    parts = [range(4), range(4, 5), range(5, 6)]
+    drawn = [[name.format(k) for name in names for k in part] for part in parts]
+    (line,) = of_table(drawn, [[x for x in ill for _ in part] for part in parts], several)
+    first = Path("/d", names[0]).parents["visit" in inside or "ill" in inside]
+    assert line.startswith(f"folders of images that are no classes: 12, such as {first} and /d/")
+    assert "those of 12 folders are divided among train, val, test. If a folder is a p" in line
+    assert line.endswith("; if it is a kind of images, or each part is numbered anew, this is well")
+
+    whole = [[name.format(k) for name in names[part] for k in range(6)]
+             for part in (slice(6), slice(6, 9), slice(9, 12))]  # fmt: skip
+    labels = [[x for x in ill[part] for _ in range(6)]
+              for part in (slice(6), slice(6, 9), slice(9, 12))]  # fmt: skip
+    assert of_table(whole, labels, several) == []
+    if "ill" not in inside:
+        mixed = [[(x + k) % 2 for x in ill for k in part] for part in parts]
+        assert of_table(drawn, mixed, several) == []
+
+
+def test_patients_of_a_table_who_lie_in_two_parts_are_told() -> None:
+    names = [[f"{part}/P{k}/{part}{j}.png" for k in range(8) for j in "12"] for part in SPLITS]
+    labels = [[k // 2 % 2 for k in range(16)]] * 3
+    (line,) = of_table(names, labels)
+    assert "no classes: 24, such as /d/test/P0 and /d/test/P1, and those of 8 names are" in line
+
+
+def test_folders_of_classes_with_readable_names_are_no_patients() -> None:
+    """One wrong label in each changes nothing, nor do the groups that they lie in."""
+    names = [[f"g{x // 3}/n{x}/{k}.png" for x in range(15) for k in part]
+             for part in (range(8), (8,), (9,))]  # fmt: skip
+    labels = [[x for x in range(15) for _ in range(n)] for n in (8, 1, 1)]
+    labels[0][::8] = [*range(1, 15), 0]
+    splits = [Split([Path("/d", x) for x in of_split], torch.tensor(numbers))
+              for of_split, numbers in zip(names, labels, strict=True)]  # fmt: skip
+    classes = [f"animal {chr(97 + x)}" for x in range(15)]
+    assert find_doubtful_names(Task("own", *splits, classes)) == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_namesakes_of_a_table_in_two_folders_are_told(several: bool) -> None:
+    """Where they have the same labels, as raw/0.png and aug/0.png, and not by chance.
+
+    So of patients, and of parts, whose images begin at 0 anew.
+    """
+    labels = [int(bit) for bit in "0110100110010110"]
+    numbers = range(16)
+    raw, aug = ([f"{kind}/{k}.png" for k in numbers] for kind in ("raw", "aug"))
+    (line,) = of_table([raw[:12], raw[12:], aug], [labels[:12], labels[12:], labels], several)
+    assert "in another folder of their class: 16, such as /d/aug/0.png of /d/raw/0.png. A" in line
+    others = [1, *labels[:-1]]
+    assert of_table([raw[:12], raw[12:], aug], [labels[:12], labels[12:], others], several) == []
+    parts = [[f"{part}/{k}.png" for k in numbers] for part in SPLITS]
+    assert of_table(parts, [labels] * 3, several) == []
+    patients = [[f"P{k}/{j}.png" for j in numbers] for k in range(3)]
+    assert of_table(patients, [[0] * 16, [1] * 16, [1] * 16], several) == []
+
+
 def test_whole_folders_in_parts_that_the_user_made_are_well(tmp_path: Path) -> None:
     """As the guide has it: train/CLASS/PATIENT and so on; but patients of train/ make val, too."""
     names = of_parts("P1", "P2", "2024/P3", "2024/P4")
