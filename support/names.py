@@ -517,11 +517,16 @@ def find_renumbered(files: Iterable[ImageFile]) -> list[str]:
     lines = []
     for split in ("val", "test"):
         labels = labels_by_way(places, split)
-        both = {way: (trained[way], labels[way]) for way in labels if way in trained}
+        shared = labels.keys() & trained.keys()
+        both = {  # the label in train and that in this split, where each is the only one
+            way: (min(trained[way]), min(labels[way]))
+            for way in shared
+            if len(trained[way]) == len(labels[way]) == 1
+        }
         pairs = {*both.values()}
         is_order = len(pairs) == len({one for one, _ in pairs}) == len({two for _, two in pairs})
         changed = sorted(way for way, (one, two) in both.items() if one != two)
-        if is_order and len(pairs) > 1 and len(changed) > 1:
+        if 2 * len(both) > len(shared) and is_order and len(pairs) > 1 and len(changed) > 1:
             one, two = both[changed[0]]
             lines.append(
                 f"{split}: folders whose images have another label than in train: {len(changed)},"
@@ -534,13 +539,13 @@ def find_renumbered(files: Iterable[ImageFile]) -> list[str]:
 
 def labels_by_way(
     places: Mapping[Place, Collection[str]], split: str
-) -> dict[tuple[str, ...], str]:
-    """Return the class of each folder whose images in a split have one, by the way to it."""
+) -> dict[tuple[str, ...], set[str]]:
+    """Return the classes of the images of a split in each folder, by the way to it."""
     labels = defaultdict[tuple[str, ...], set[str]](set)
     for place, splits in places.items():
         if place.class_name and split in splits:
             labels[place.way].add(place.class_name)
-    return {way: min(names) for way, names in labels.items() if len(names) == 1}
+    return labels
 
 
 def find_misnamed(places: Collection[Place], classes: Iterable[str]) -> set[Place]:

@@ -1244,6 +1244,28 @@ def test_folders_of_classes_with_readable_names_are_no_patients() -> None:
     assert find_doubtful_names(Task("own", *splits, classes)) == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{a}/{b}/{k}.png",  # shards of a few files
+        "batch_{a}/{k}.png",
+        "p{a}/P{k}/{k}.png",  # groups of patients
+        "part_1/{k}.png",
+        "{part}/{k}.png",
+        "{part}/{a}/{k}.png",
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_folders_that_say_nothing_of_the_label_are_told_nothing(name: str, several: bool) -> None:
+    random = np.random.default_rng(0)
+    parts = random.choice(SPLITS, 800)
+    labels = random.integers(0, 2, 800)
+    files = [name.format(part=part, a=k % 8, b=k // 8 % 20, k=k) for k, part in enumerate(parts)]
+    of_parts = [np.flatnonzero(parts == part) for part in SPLITS]
+    names = [[files[k] for k in of_part] for of_part in of_parts]
+    assert of_table(names, [labels[of_part].tolist() for of_part in of_parts], several) == []
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_namesakes_of_a_table_in_two_folders_are_told(several: bool) -> None:
     """Where they have the same labels, as raw/0.png and aug/0.png, and not by chance.
