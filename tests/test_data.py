@@ -354,6 +354,20 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
             [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/z.tar.gz", "z/z.CR2"],
             "^class z has no image, but 1 .cr2, 1 .gz: convert images to JPEG or PNG, unpack ar",
         ),
+        *(
+            (
+                [*(f"{c}/{k}.png" for c in "xy" for k in "123"), f"z/0{ending}", "z/z.txt"],
+                f"^class z has no image, but 1 {ending}, 1 .txt: {remedy} .* or PNG, or remove it",
+            )
+            for ending, remedy in (
+                (".npy", "convert images"),
+                (".dcm", "convert images"),
+                (".nii", "convert images"),
+                (".nii.gz", "convert images"),  # no archive to unpack
+                (".svs", "convert images"),
+                (".mp4", "save frames"),
+            )
+        ),
         (
             [*(f"{c}/{k}.png" for c in "xy" for k in "123"), "z/z.txt"],
             "^class z has no image, but 1 .txt: put some into its folder, or remove it",
