@@ -258,8 +258,10 @@ def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[st
 
     Files are black if no number in them is above 1 of 255, as where numbers from 0 to 1 were saved
     as whole ones; in memory, such images are refused. Asked of are the files in `looks`, see
-    `find_doubts`; `name` says what has the images, such as "train" or "pool".
+    `find_doubts`; where it lacks some, the line says of how many it is. `name` says what has the
+    images, such as "train" or "pool".
     """
+    sample = ""
     if isinstance(images, Tensor):
         if most_lose_levels(images):
             return [
@@ -272,14 +274,17 @@ def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[st
     else:
         found = [looks[file] for file in images if file in looks]
         looked_at = len(found)
+        if looked_at < len(images):
+            sample = f"{looked_at:,} of {len(images):,} images were looked at, and "
         if found and max(look.brightest for look in found) < 2:
             return [
-                f"{name}: no pixel is above 1 of 255, so the images are black; were numbers from 0"
-                " to 1 saved as whole numbers?"
+                f"{name}: {sample}no pixel is above 1 of 255, so the images are black; were"
+                " numbers from 0 to 1 saved as whole numbers?"
             ]
         without_contrast = sum(look.is_of_one_colour for look in found)
     if 2 * without_contrast > looked_at:
-        return [f"{name}: {without_contrast} of {looked_at} images are of one colour"]
+        of_what = "of these" if sample else f"of {looked_at} images"
+        return [f"{name}: {sample}{without_contrast} {of_what} are of one colour"]
     return []
 
 

@@ -554,11 +554,11 @@ def test_files_that_are_black_or_of_one_colour_are_told_as_in_memory(tmp_path: P
 def test_of_very_many_training_images_black_ones_are_told_from_some(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every second one of 20,002 is read; of the last two parts all are."""
+    """One file stands for 20,001 of training; of the last two parts all are read."""
     photos_in(tmp_path, [f"{k}.png" for k in range(4)])
     black, *files = [tmp_path / name for name in ("black.png", "0.png", "1.png", "2.png", "3.png")]
     Image.new("RGB", (4, 4)).save(black)
-    train = Split([black] * 20_002, torch.arange(20_002) % 2)
+    train = Split([black] * 20_001, torch.arange(20_001) % 2)
     val, test = (Split(files[k::2], torch.tensor([0, 1])) for k in range(2))
     cfg = FinetuneConfig(backbone="vit_mini", dataset="own")
     look_at_data(cfg, Task("own", train, val, test, ["a", "b"]), None)
@@ -566,12 +566,32 @@ def test_of_very_many_training_images_black_ones_are_told_from_some(
     assert told.startswith("own: train: no pixel is above 1 of 255, so the images are black")
 
 
-def test_a_large_pool_is_looked_through_but_not_imagenet(tmp_path: Path) -> None:
-    """A dry run is to take seconds, and that pool is as its authors made it."""
-    pool = Pool([tmp_path / "gone.jpg"] * 20_001)
-    with pytest.raises(ImageError, match=r"gone\.jpg"):
-        look_at_pool("photos", pool)
-    look_at_pool("imagenet", pool)
+@pytest.mark.parametrize("kind", ["train", "pool"])
+def test_of_very_many_images_a_thousand_are_read_and_the_line_says_of_how_many(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one colour, where the file's number is even. Each start and each dry run reads them."""
+    read: list[Path] = []
+
+    def look(file: Path) -> Look:
+        read.append(file)
+        return Look(is_of_one_colour=int(file.stem) % 2 == 0)
+
+    monkeypatch.setattr("data.look_at_file", look)
+    files = [tmp_path / f"{k}.jpg" for k in range(21_000)]  # every 21st: half of them are even
+    files[21] = tmp_path / "100000.jpg"
+    if kind == "pool":
+        look_at_pool("photos", Pool(files))
+    else:
+        split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+        train = Split(files, torch.arange(21_000) % 2)
+        monkeypatch.setattr("support.checks.find_common_images", lambda *_: [])  # opens files
+        cfg = FinetuneConfig(backbone="vit_mini", dataset="own")
+        look_at_data(cfg, Task("own", train, split, split, ["a", "b"]), None)
+    assert [*sorted(read)] == [*sorted(files[::21])] and len(read) == 1_000
+    (told,) = [line for line in caplog.messages if "colour" in line]
+    told_of = "1,000 of 21,000 images were looked at, and 501 of these are of one colour"
+    assert told.endswith(f"{kind}: {told_of}")
 
 
 def test_a_script_that_takes_half_images_is_told_so(
@@ -589,16 +609,19 @@ def test_a_script_that_takes_half_images_is_told_so(
     assert "half an image may be taken for a whole one; set it to False" in caplog.text
 
 
-def test_the_images_that_are_read_of_many_are_spread_over_all(tmp_path: Path) -> None:
+def test_the_images_that_are_read_of_many_are_spread_over_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     photos_in(tmp_path, [f"{k}.png" for k in range(10)])
     files = [tmp_path / f"{k}.png" for k in range(10)]
-    assert [*look_at(files, most=10)] == [*look_at(files, most=None)] == files
-    looks = look_at(files, most=4)
+    monkeypatch.setattr("support.experiment.SAMPLE", 4)
+    assert [*look_at(files, most=10)] == [*look_at(files)] == files
+    looks = look_at(files, most=9)
     assert [*looks] == files[::3]
     for file in files[3::3]:
         Image.new("RGB", (4, 4), "red").save(file)
-    assert find_empty("train", files, look_at(files, most=4)) == [
-        "train: 3 of 4 images are of one colour"
+    assert find_empty("train", files, look_at(files, most=9)) == [
+        "train: 4 of 10 images were looked at, and 3 of these are of one colour"
     ]
 
 
