@@ -337,10 +337,12 @@ def look_into(source: Task | Pool) -> Contents:
         if not divided:
             doubts += describe_inner_folders(inner)
         doubts += describe_class_of_masks(source)
-    if source.left_out:
-        doubts.append(f"left out: {in_words(source.left_out)}")
-        # Images that are left out are told once more, by class, see `find_unread`.
-        if remedy := say_remedies(PACKED.intersection(source.left_out)):
+    # Photographs that are left out are told by `find_unread`.
+    told = sum(map(Counter, count_unread(source).values()), Counter[str]())
+    left_out = Counter(source.left_out) - told
+    if left_out:
+        doubts.append(f"left out: {in_words(left_out)}")
+        if remedy := say_remedies(PACKED.intersection(left_out)):
             doubts[-1] += f"; {remedy} if their images are needed"
     return Contents(facts, doubts)
 
@@ -434,17 +436,30 @@ def describe_decomposed(task: Task) -> list[str]:
 # --- what is told --------------------------------------------------------------------------------
 
 
+def count_unread(source: Task | Pool) -> dict[str, Mapping[str, int]]:
+    """Return how many photographs of kinds that are not read each class has, by ending.
+
+    Those of a pool have the class "". A class without any image that is read is refused elsewhere.
+    """
+    if isinstance(source, Pool):
+        return {"": source.unread} if source.unread else {}
+    read = count_read(source)
+    return {name: counts for name, counts in source.unread.items() if read.get(name)}
+
+
+def count_read(source: Task | Pool) -> dict[str, int]:
+    """Return how many images each class has; "" is that of a pool."""
+    if isinstance(source, Pool):
+        return {"": len(source.images)}
+    return dict(zip(source.classes, count_images(source), strict=False))
+
+
 def find_unread(source: Task | Pool) -> list[str]:
     """Return a line if there are images of kinds that are not read, and how many of each class.
 
-    The classes that lack the most come first. Those without any image that is read are refused.
+    The classes that lack the most come first.
     """
-    if isinstance(source, Pool):
-        read = {"": len(source.images)}
-        unread = {"": source.unread} if source.unread else {}
-    else:
-        read = dict(zip(source.classes, count_images(source), strict=False))
-        unread = {name: counts for name, counts in source.unread.items() if read.get(name)}
+    read, unread = count_read(source), count_unread(source)
     if not unread:
         return []
     lost = {name: sum(counts.values()) for name, counts in unread.items()}

@@ -1500,7 +1500,7 @@ def test_what_may_be_meant_so_is_no_problem_but_a_warning_where_a_number_may_be_
     (line,) = [line for line in found.holds if line.startswith(said)]
     task = folder(tmp_path, 0)
     assert find_doubts(task) == []
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="bisslight"):
         log_contents("pets", task)
     (record,) = [record for record in caplog.records if line in record.getMessage()]
     assert record.levelno == level

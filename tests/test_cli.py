@@ -457,9 +457,9 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
     Path("pool").mkdir()
     Image.new("RGB", (20, 20)).save("pool/a.png")
-    Path("pool/b.heic").touch()
+    Path("pool/b.txt").touch()
     plan = json.loads(done(f"align {model} {few} --pool pool --dry-run --json"))
-    assert plan["pool"] == ["images without labels: 1", "left out: 1 .heic"]
+    assert plan["pool"] == ["images without labels: 1", "left out: 1 .txt"]
 
 
 def test_weights_that_did_not_come_whole_are_told_with_all_else_that_is_missing() -> None:

@@ -19,7 +19,7 @@ from torchvision.datasets import OxfordIIITPet
 from toy import done, photos_in, refusal, run
 
 import data
-from config import FinetuneConfig
+from config import AlignConfig, FinetuneConfig
 from extras.datasets import check
 from support.benchmarks import BENCHMARKS, download, open_pool, open_task
 from support.checks import find_doubts
@@ -398,6 +398,29 @@ def test_images_of_kinds_that_are_not_read_are_told_by_class_in_check_and_run(
     assert check(f"{tmp_path}", tmp_path, as_pool=True).problems == [of_pool]
     look_at_pool(f"{tmp_path}", open_pool(f"{tmp_path}", tmp_path))
     assert f"pool: {of_pool}" in caplog.messages
+
+
+def test_photographs_that_are_not_read_are_told_once_of_a_task_and_a_pool_of_the_same_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool of other images, or of more, has a line of its own; what else is left out, too."""
+    photos_in(tmp_path / "P", [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
+    empty_files(tmp_path, "P/cat/a.heic P/cat/a.txt Q/b.heic")
+    photos_in(tmp_path, ["Q/0.png"])
+    of_task = [
+        "left out: 1 .txt",
+        "images of kinds that are not read: cat 1 of 6 (.heic). Convert them to JPEG or PNG, or"
+        " remove them",
+    ]
+    name = f"folder:{tmp_path}/P"
+    for place, of_pool in (("P", []), ("Q", [of_task[1].replace("cat 1 of 6", "1 of 2")])):
+        cfg = AlignConfig(backbone="vit_mini", dataset=name, pool=f"{tmp_path}/{place}")
+        pool = open_pool(cfg.pool, tmp_path)
+        caplog.clear()
+        look_at_data(cfg, open_task(name, 0, tmp_path), pool)
+        assert sorted(caplog.messages) == sorted(
+            [*(f"{name}: {line}" for line in of_task), *(f"pool: {line}" for line in of_pool)]
+        )
 
 
 def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(

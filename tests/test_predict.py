@@ -215,7 +215,7 @@ def test_a_result_of_an_older_version_does_not_say_which_adapter_is_its_own(phot
 def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
     photos: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("a.heic", "b.HEIC", "c.gif"):
+    for name in ("a.heic", "b.HEIC", "c.gif", "notes.txt"):
         (Path("unknown") / name).touch()
     read: list[Path] = []
     plain = data.read_image
@@ -228,8 +228,8 @@ def test_each_image_is_decoded_once_and_what_is_no_image_is_counted(
     found = predict(Path("f"), [Path("unknown")])
     files = sorted(Path("unknown").glob("*.png"))
     assert sorted(read) == files
-    assert found.left_out == {".heic": 2, ".gif": 1}
-    assert str(found).endswith("\nleft out: 2 .heic, 1 .gif")
+    assert found.left_out == {".heic": 2, ".gif": 1, ".txt": 1}
+    assert str(found).endswith("\nleft out: 1 .txt")  # a warning tells of the others
     (told,) = [line for line in caplog.messages if "kinds that are not read" in line]
     assert f"not read: 3 of {3 + len(files)} (.gif, .heic). Convert them to JPEG or PNG" in told
 
