@@ -7,6 +7,7 @@ import zipfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,21 @@ def test_what_torch_refuses_is_named_with_a_remedy(tmp_path: Path, zipped: bool)
     said = r"holds numpy\.\S+\.scalar beside tensors.*; save \{\"model\": network\.state_dict"
     with pytest.raises(UsageError, match=said):
         load(weights=tmp_path / "w.pth")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # of torch, too
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_that_are_pickled_otherwise_are_not_said_to_be_objects(
+    tmp_path: Path, zipped: bool
+) -> None:
+    """In the file of protocol 2 they are read, so it is the protocol alone."""
+    path, content = tmp_path / "w.pth", {"model": official_layout("vit_mini")}
+    save = partial(torch.save, content, path, _use_new_zipfile_serialization=zipped)
+    save(pickle_protocol=4)
+    with pytest.raises(UsageError, match=r"w\.pth was not pickled with protocol 2.*; save \{\"mod"):
+        load(weights=path)
+    save(pickle_protocol=2)
+    load(weights=path)
 
 
 def test_an_adapter_of_the_second_edition_loads() -> None:

@@ -192,7 +192,11 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
         ),
         (
             "resnet18",
-            "ResNet is not computed here, only timm's VisionTransformer; of timm, only",
+            "timm:resnet18: ResNet is not computed here; of timm, only",
+        ),
+        (
+            "vit_base_patch16_224_dino",
+            "the name is that of an older timm; give timm:vit_base_patch16_224.dino",
         ),
         ("vit_small_patch16_18x2_224", "ParallelThingsBlock is not computed here, only timm's Bl"),
     ],
