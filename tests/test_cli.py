@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -330,26 +331,52 @@ with training(quiet=False) as track:
 """
 
 
+ON_A_TERMINAL = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
+
+
+def on_a_terminal(call: Sequence[str], ctrl_c_at: str = "never") -> tuple[int, str, str]:
+    """Exit code, stdout, and what a terminal shows of stderr.
+
+    Ctrl-C is pressed once the terminal shows `ctrl_c_at`.
+    """
+    terminal, screen = pty.openpty()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(call, env=ON_A_TERMINAL, stdout=pipe, stderr=screen) as program:
+        os.close(screen)
+        shown, pressed = b"", False
+        with suppress(OSError):  # so it ends when the program does
+            while some := os.read(terminal, 1000):
+                shown += some
+                if ctrl_c_at.encode() in shown and not pressed:
+                    program.send_signal(signal.SIGINT)
+                    pressed = True
+        os.close(terminal)
+        assert program.stdout is not None
+        printed = program.stdout.read().decode()
+    return program.returncode, printed, shown.decode()
+
+
 @pytest.mark.parametrize("program", [CHECK, LOOK])
 def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is(program: str) -> None:
     """Meanwhile descriptor 2, by which a terminal is known, leads elsewhere."""
     photos_in(Path("photos"), [f"{kind}/{k}.png" for kind in "ab" for k in range(12)])
     call = [sys.executable, "-c", SLOW_EYES + program]
-    terminal, screen = pty.openpty()
-    env = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen(call, env=env, stdout=subprocess.PIPE, stderr=screen) as process:
-        os.close(screen)
-        shown = b""
-        with suppress(OSError):  # so it ends when the program does
-            while some := os.read(terminal, 1000):
-                shown += some
-        os.close(terminal)
-        assert process.stdout is not None
-        printed = process.stdout.read()
-    steps = set(re.findall(r"reading images (\d+)/24", shown.decode()))
+    _, printed, shown = on_a_terminal(call)
+    steps = set(re.findall(r"reading images (\d+)/24", shown))
     assert len(steps) > 3
-    piped = subprocess.run(call, env=env, check=True, capture_output=True)
-    assert (piped.stdout, piped.stderr) == (printed, b"")
+    piped = subprocess.run(call, env=ON_A_TERMINAL, check=True, capture_output=True)
+    assert (piped.stdout.decode(), piped.stderr) == (printed, b"")
+
+
+def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> None:
+    """Reading goes on for the eight images at most that are under way."""
+    photos_in(Path("photos"), [f"{kind}/{k}.png" for kind in "ab" for k in range(50)])
+    call = [sys.executable, "-c", SLOW_EYES + LOOK]
+    code, _, shown = on_a_terminal(call, ctrl_c_at="reading images 3/100")
+    steps = [int(step) for step in re.findall(r"reading images (\d+)/100", shown)]
+    assert code == 130 and max(steps) < 20
+    said = "stopping once this epoch or alternation is saved; Ctrl-C ends now"
+    assert re.search(rf"(\n|\x1b\[2K|\x1b\[1A){re.escape(said)}\r\n", shown)
 
 
 def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:

@@ -1,6 +1,8 @@
 """What settings open, and a pretext task of one's own: found, tried, left as it was."""
 
 import json
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent, indent
@@ -11,7 +13,7 @@ from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 
 from align import align
 from config import AlignConfig, FinetuneConfig
-from data import Pool, Split, Task, decode_once
+from data import Look, Pool, Split, Task, decode_once
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
@@ -19,10 +21,13 @@ from support.experiment import (
     check_batches,
     check_cuts,
     check_numbers,
+    look_at,
     open_experiment,
     set_up_device,
 )
-from support.processes import World
+from support.processes import HEARD, Stopped, World
+from support.progress import training
+from support.runs import untracked
 
 EXAMPLE = ROOT / "examples/rotation.py"
 
@@ -168,6 +173,31 @@ def test_numbers_beyond_the_names_of_classes_are_refused() -> None:
     split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 3]))
     with pytest.raises(UsageError, match="name 2 classes, and number them up to 3"):
         check_numbers(Task("pets", split, split, split, ["a", "b"]))
+
+
+def test_after_a_signal_no_more_images_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What eight threads are at is ended, also where a bar keeps what is handed to it."""
+    images = [tmp_path / f"{k}.jpg" for k in range(1000)]
+    read: list[Path] = []
+
+    def look(file: Path) -> Look:
+        read.append(file)
+        if len(read) == 20:
+            HEARD.append(signal.SIGTERM)
+        time.sleep(0.01)
+        return Look()
+
+    monkeypatch.setattr("data.look_at_file", look)
+    with training(quiet=False) as track:
+        tracks = {"silent": untracked, "with a bar": track}
+    for name, kind in tracks.items():
+        read.clear()
+        HEARD.clear()
+        with pytest.raises(Stopped) as stopped:
+            look_at(images, track=kind)
+        assert stopped.value.code == 143 and len(read) < 100, name
 
 
 def test_another_default_type_of_a_script_is_refused_in_a_line(
