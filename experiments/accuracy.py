@@ -91,7 +91,10 @@ def main(
     open_sources(align_settings(settings))  # data, pool and weights: what is missing is told now
     methods = hypergrad.split(",")
     arms = compare(settings, methods, out, rate)
-    rows = [arm.as_row() | {"the paper": find_in_paper(out / arm.arm)} for arm in arms]
+    rows = []
+    for arm in arms:
+        others = {"seeds": arm.say_seeds(), "the paper": find_in_paper(out / arm.arm)}
+        rows.append(arm.as_row() | others)
     write_table(rows, out / "accuracy")
     if controls:
         write_table(run_controls(settings, methods[0], out, rate), out / "controls")
@@ -224,7 +227,8 @@ def run_controls(
     names = [first, *[name for name in seconds if name != first]]
     rows = []
     for arm in evaluate([out / name for name in names]).arms:
-        rows.append(arm.as_row() | {"seconds a seed": round(seconds[arm.arm], 1)})
+        more = {"seeds": arm.say_seeds(), "seconds a seed": round(seconds[arm.arm], 1)}
+        rows.append(arm.as_row() | more)
     return rows
 
 

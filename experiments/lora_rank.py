@@ -58,7 +58,8 @@ def main(
     rows: list[Record] = []
     for rank in [int(word) for word in ranks.split(",")]:
         points[rank] = compare(settings | {"rank": rank}, ["mfac"], out / f"rank-{rank}")
-        rows += [{"rank": rank} | arm.as_row() for arm in points[rank]]
+        for arm in points[rank]:
+            rows.append({"rank": rank} | arm.as_row() | {"seeds": arm.say_seeds()})
     write_table(rows, out / "lora_rank")
     draw(points, out / "lora_rank.png")
 

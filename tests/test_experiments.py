@@ -102,7 +102,7 @@ def test_the_table_of_accuracies_has_a_row_for_each_method_and_goes_on(
     assert [row["arm"] for row in rows] == ["tuned-mfac", "tuned-cg", "direct"]
     assert (tmp_path / "a/accuracy.md").read_text() == told
     for row in rows:
-        assert row["test top-1 accuracy"].startswith(mean_accuracy(tmp_path / "a" / row["arm"]))
+        assert row["top-1 accuracy"].startswith(mean_accuracy(tmp_path / "a" / row["arm"]))
         assert row["the paper"] is None  # other settings
     rate = read(tmp_path / "a/direct/result.json")["lr"]
     assert (tmp_path / f"a/aligned-mfac/dlr{rate * 2 / 3:.3g}").is_dir()
@@ -156,7 +156,7 @@ def test_the_controls_start_where_they_should_and_take_as_long_as_aligning(
     aligned = read(tmp_path / "aligned-mfac/dlr0.001/config.json")
     for arm, name in ((only, "upper_steps"), (tmp_path / "aligned-identity/dlr0.001", "hypergrad")):
         assert [key for key, x in read(arm / "config.json").items() if aligned[key] != x] == [name]
-    assert rows[-1]["test top-1 accuracy"].startswith(mean_accuracy(tmp_path / "tuned-identity"))
+    assert rows[-1]["top-1 accuracy"].startswith(mean_accuracy(tmp_path / "tuned-identity"))
 
 
 @pytest.mark.parametrize("wrong", ["p_lrr=1", "rank"])
