@@ -40,6 +40,14 @@ from support.runs import READING, Track, untracked
 MOST_NAMED = 3  # files and pictures that a line on copies names
 
 
+class Copies(BaseModel):
+    """Files that show the same picture."""
+
+    files: list[str]
+    classes: list[str]  # those of the files, such as ["daisy", "rose"]
+    parts: list[str]  # and their parts, such as ["train"]
+
+
 class Check(BaseModel):
     """What was found in a data set."""
 
@@ -48,7 +56,7 @@ class Check(BaseModel):
     holds: list[str]  # its classes with their counts, and what was left out, see `names.describe`
     left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
-    copies: list[list[str]] = []  # the files of each picture that is there twice or more
+    copies: list[Copies] = []  # of each picture that is there twice or more
 
     def __str__(self) -> str:
         """Return a line for each problem, what there is, and how many problems."""
@@ -67,10 +75,13 @@ def check(
 ) -> Check:
     """Open every image of a benchmark or of a folder, and list all that is wrong with it.
 
-    A folder that has two or more folders, or only wraps one that has, is a labelled task, unless it
-    is to be checked `as_pool`; any other one is a pool. With `partial` a benchmark may be a subset.
-    `track` shows how far the reading of images is. Raises UsageError if there is no such data set.
+    A folder that has two or more folders is a labelled task, unless it is to be checked `as_pool`;
+    any other one is a pool. One that only wraps such a folder is a pool where it is named as --pool
+    names it, DIR, and a wrong task where it is named as --dataset does, folder:DIR.
+    With `partial` a benchmark may be a subset. `track` shows how far the reading of images is.
+    Raises UsageError if there is no such data set.
     """
+    is_labelled = name.startswith("folder:") and not as_pool
     name = name_or_folder(name)
     if as_pool and not name.startswith("folder:"):
         raise UsageError(f"--pool: is for a folder of images; {name} is checked as what it is")
@@ -81,7 +92,9 @@ def check(
         raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out, unread=found.unread)
-    holds, task, problems = open_as_a_run_does(name, place, pool, root, partial, as_pool)
+    holds, task, problems = open_as_a_run_does(
+        name, place, pool, root, partial, as_pool, is_labelled
+    )
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
     files = files_to_read(found.images, task)
@@ -101,7 +114,7 @@ def check(
         holds=holds,
         left_out=found.left_out,
         problems=problems,
-        copies=[[str(file) for file in group.files] for group in copies],
+        copies=copies,
     )
 
 
@@ -117,14 +130,6 @@ def files_to_read(found: Sequence[Path], task: Task | None) -> list[Path]:
     return list(dict.fromkeys([*files, *sorted(class_of, key=str)]))  # each once
 
 
-class Copies(NamedTuple):
-    """Files that show the same picture."""
-
-    files: list[Path]
-    classes: list[str]  # those of the files, such as ["daisy", "rose"]
-    parts: list[str]  # and their parts, such as ["train"]
-
-
 class Opened(NamedTuple):
     """What a data set is once it was opened."""
 
@@ -134,11 +139,18 @@ class Opened(NamedTuple):
 
 
 def open_as_a_run_does(
-    name: str, place: Path, pool: Pool, root: Path, partial: bool, as_pool: bool
+    name: str,
+    place: Path,
+    pool: Pool,
+    root: Path,
+    partial: bool,
+    as_pool: bool,
+    is_labelled: bool,
 ) -> Opened:
     """Open a benchmark, or the folder `place` as a task or a pool, and say what it holds.
 
     `pool` has all images of the folder; where nothing else can be opened, it is what is described.
+    `as_pool`, `is_labelled`: the user says that the folder is a pool, or a task; neither may be.
     """
     _, *others = describe(pool)  # what was left out
     holds = [f"images: {len(pool.images)}", *others]
@@ -155,7 +167,8 @@ def open_as_a_run_does(
                     problems += find_lacking_classes(split, of_split, benchmark.classes)
         else:
             with as_usage_error(str(place)):  # such as of a folder that cannot be entered
-                if not as_pool and find_folder_of_classes(place):
+                of_classes = None if as_pool else find_folder_of_classes(place)
+                if of_classes == place or (of_classes and is_labelled):
                     holds[0] += "; if they are to have no labels, add --pool"
                     task, faults = read_folder(place, seed=0)
                     holds = describe(task)
@@ -235,7 +248,11 @@ def find_copies(task: Task, looks: Mapping[Path, Look]) -> list[Copies]:
         groups[look.digest].append(file)
     class_of, part_of = classes_and_parts(task)
     copies = [
-        Copies(files, names_of(files, class_of), names_of(files, part_of))
+        Copies(
+            files=[str(file) for file in files],
+            classes=names_of(files, class_of),
+            parts=names_of(files, part_of),
+        )
         for files in groups.values()
         if len(files) > 1
     ]
@@ -261,11 +278,11 @@ def say_copies(copies: Sequence[Copies], place: Path) -> list[str]:
 def say_same(group: Copies, place: Path) -> str:
     """Return the files of a picture, and their classes and parts where these are several.
 
-    >>> group = Copies([Path("P/a/0.png"), Path("P/b/1.png")], ["a", "b"], ["train"])
+    >>> group = Copies(files=["P/a/0.png", "P/b/1.png"], classes=["a", "b"], parts=["train"])
     >>> say_same(group, Path("P"))
     'a/0.png = b/1.png (classes a, b)'
     """
-    names = [str(file.relative_to(place)) for file in group.files]
+    names = [str(Path(file).relative_to(place)) for file in group.files]
     if len(names) > MOST_NAMED:
         names[MOST_NAMED:] = [f"{len(names) - MOST_NAMED} more"]
     where = [

@@ -202,7 +202,10 @@ def test_of_many_copies_the_worst_are_named_and_json_has_all(tmp_path: Path) -> 
     )
     found = json.loads(said_of_problem(f"data check {tmp_path} --json"))
     every = [sorted(str(tmp_path / file) for file in (x, *y)) for x, y in pairs.items()]
-    assert sorted(found["copies"]) == sorted(every)
+    assert sorted(group["files"] for group in found["copies"]) == sorted(every)
+    two_parts = [str(tmp_path / file) for file in ("train/a/2.png", "val/a/z.png")]
+    of_both = {"files": two_parts, "classes": ["a"], "parts": ["train", "val"]}
+    assert of_both in found["copies"]
     for copy in ("x", "w", "../../test/a/y", "../../val/a/z"):
         (tmp_path / f"train/a/{copy}.png").unlink()
     (said, *_) = check(f"{tmp_path}", tmp_path).problems
@@ -268,25 +271,27 @@ def test_a_folder_of_one_class_or_of_other_parts_is_said_to_be_what_it_is(tmp_pa
 def test_a_folder_that_wraps_a_data_set_is_a_problem_as_it_is_of_a_run(
     tmp_path: Path, inside: str
 ) -> None:
-    """As archives are unpacked. It may be a pool, where that is asked for."""
+    """As archives are unpacked. It may be a pool, too, and is one where it is named as such."""
     names = [f"{kind}/{k}.png" for kind in ("daisy", "rose") for k in range(5)]
     photos_in(tmp_path / inside, names)
     place = tmp_path / inside.removesuffix("/train")
     told = f"{tmp_path}: holds but one folder; its classes may be in {place}: give that"
-    found = check(f"{tmp_path}", tmp_path)
+    found = check(f"folder:{tmp_path}", tmp_path)
     assert (found.problems, found.images) == ([told], 10)
     with pytest.raises(UsageError, match=re.escape(told.partition(": ")[2])):
         open_task(f"folder:{tmp_path}", 0, tmp_path)
     assert check(f"{place}", tmp_path).problems == []
     found = check(f"{tmp_path}", tmp_path, as_pool=True)
     assert (found.problems, found.holds) == ([], ["images without labels: 10"])
-    photos_in(tmp_path, ["preview.png"])  # a pool has images beside its folders, too
-    found = check(f"{tmp_path}", tmp_path)
-    assert found.problems == []
-    assert found.holds == [
-        f"a pool, since {Path(inside).parts[0]} is its only folder; images without labels: 11. If"
+    as_pool = (
+        f"a pool, since {Path(inside).parts[0]} is its only folder; images without labels: %d. If"
         f" they are to be labelled, the classes may be in {place}: give that"
-    ]
+    )
+    found = check(f"{tmp_path}", tmp_path)  # as --pool names it
+    assert (found.problems, found.holds) == ([], [as_pool % 10])
+    photos_in(tmp_path, ["preview.png"])  # a pool has images beside its folders, too
+    found = check(f"folder:{tmp_path}", tmp_path)
+    assert (found.problems, found.holds) == ([], [as_pool % 11])
 
 
 def test_a_folder_that_may_not_be_entered_is_a_problem(
