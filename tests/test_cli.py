@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -44,7 +44,8 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from support.experiment import set_up_device
-from support.progress import make_bars, training
+from support.progress import make_bars, reading, training
+from support.runs import LOG, READING
 from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
@@ -305,6 +306,45 @@ def test_a_terminal_shows_that_a_run_is_opened_until_its_first_bar(
                 time.sleep(0.02)
     assert "opening data and network" in opening and "align" not in opening
     assert "opening" not in stream.getvalue().partition("align 1/1")[2]
+
+
+def test_a_file_gets_lines_alone_although_colours_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By FORCE_COLOR, as GitHub's machines and some shells set it."""
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with showing("loading torch"):
+        print_line("a warning", sys.stderr)
+    with reading(quiet=False) as track:
+        assert [*track([1], 1, READING)] == [1]
+    with training(quiet=False) as track:
+        assert [*track([1], 1, "align")] == [1]
+    assert stream.getvalue() == "a warning\nalign 1/1  1\n"
+
+
+def in_a_run(line: str) -> None:
+    with training(quiet=False):
+        LOG.warning("%s", line)
+
+
+def in_a_dry_run(line: str) -> None:
+    with showing("opening data and network, timing some steps"):
+        print_line(line, sys.stderr)
+
+
+@pytest.mark.parametrize("warn", [in_a_run, in_a_dry_run])
+def test_a_terminal_gets_lines_whole_and_keeps_its_cursor(
+    warn: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks them itself. Who ends a program by force has a cursor afterwards."""
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "own: images/of/one class and a folder with a long name/0.png is damaged"
+    warn(line)
+    assert f"{line}\n" in stream.getvalue()
+    assert "\x1b[?25l" not in stream.getvalue()  # hides the cursor
 
 
 # One image after the other, each in a twentieth of a second.
