@@ -335,7 +335,8 @@ def look_into(source: Task | Pool) -> Contents:
                 )
         facts += describe_decomposed(source)
         if not divided:
-            doubts += describe_inner_folders(inner)
+            lines = facts if are_whole_in_parts(inner) else doubts
+            lines += describe_inner_folders(inner)
         doubts += describe_class_of_masks(source)
     # Photographs that are left out are told by `find_unread`.
     told = sum(map(Counter, count_unread(source).values()), Counter[str]())
@@ -388,6 +389,22 @@ def describe_inner_folders(inner: Iterable[InnerFolder]) -> list[str]:
     if any(len(splits_of[way]) > 1 for way in few):
         line += ". If they are people, films or objects, put each into one part"
     return [line]
+
+
+def are_whole_in_parts(inner: Collection[InnerFolder]) -> bool:
+    """Whether folders inside of classes are divided as the guide divides patients.
+
+    Each name is in one part, and there are such folders in several parts. No name says masks.
+    """
+    splits_of = defaultdict[tuple[str, ...], set[str]](set)  # by the way from the class folder
+    for folder in inner:
+        _, way = folder.key
+        splits_of[way] |= folder.splits
+    words = {word for way in splits_of for name in way for word in words_of(name)}
+    splits = set[str]().union(*splits_of.values())
+    return (
+        MASKS.isdisjoint(words) and len(splits) > 1 and all(len(x) == 1 for x in splits_of.values())
+    )
 
 
 def describe_class_of_masks(task: Task) -> list[str]:

@@ -1422,6 +1422,28 @@ def test_a_folder_beside_the_images_of_one_class_is_said_in_words(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("folders", "level"),
+    [
+        ("train/P0 train/P3 train/P4 val/P1 test/P2", logging.INFO),
+        ("train/P0 train/P3 train/P4 val/P1 test/P3", logging.WARNING),  # P3 is in two parts
+        ("train/P0 train/gt_P0 val/P1 test/P2", logging.WARNING),
+        ("train/Bilder train/Masken val test", logging.WARNING),
+    ],
+)
+def test_few_patients_who_are_whole_in_parts_that_the_user_made_are_no_doubt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folders: str, level: int
+) -> None:
+    """As those that the guide's lines have divided; masks of one part lie beside its images."""
+    places = [name.replace("/", f"/{kind}/") if "/" in name else f"{name}/{kind}"
+              for name in folders.split() for kind in ("cat", "dog")]  # fmt: skip
+    photos_in(tmp_path, [f"{place}/{k}.png" for place in places for k in range(4)])
+    with caplog.at_level(logging.INFO, logger="bisslight"):
+        log_contents("photos", folder(tmp_path, 0))
+    (told,) = [x for x in caplog.records if "folders inside of classes: " in x.getMessage()]
+    assert told.levelno == level
+
+
 def test_that_folders_are_divided_is_told_once(tmp_path: Path) -> None:
     """What was drawn is said, but the doubt has what to do."""
     names = [name for name in of_parts("P1", "P2") if not name.startswith("val/")]
