@@ -653,24 +653,24 @@ def find_folders_in_classes(files: Iterable[ImageFile], classes: Sequence[str]) 
     if divided:
         names = {folder.key for folder in divided}
         splits = frozenset[str]().union(*(folder.splits for folder in divided))
-        line += f", and {say_divided(len(names), len(divided), splits)}"
+        line += f", and {say_divided(len(names), len(divided), splits, MAKE_PARTS)}"
         if all(len(folder.splits) == 1 for folder in divided):
-            line += f"; {MAY_BE_WELL}"
+            line += "; if it is a kind of images, or each part is numbered anew, this is well"
     return [f"{line}. If a folder holds masks, remove it"]
 
 
-# What is said of folders that are divided, where they may be none of patients.
-MAY_BE_WELL = "if it is a kind of images, or each part is numbered anew, this is well"
+# What to do where folders of patients are divided: in folders of classes, and with a table.
+MAKE_PARTS = "make train/CLASS, val/CLASS and test/CLASS of whole folders, as docs/guide.md shows"
+GIVE_WHOLE = "give whole folders to each of train, val and test"
 
 
-def say_divided(names: int, folders: int, splits: Container[str]) -> str:
+def say_divided(names: int, folders: int, splits: Container[str], remedy: str) -> str:
     """Return that folders of so many names are divided among splits, and what to do."""
     word = "folder" if names == folders else "name"
     return (
         f"those of {names} {word}{'' if names == 1 else 's'} are divided among"
         f" {', '.join(name for name in SPLITS if name in splits)}. If a folder is a person, a film"
-        " or a part of the data, make train/CLASS, val/CLASS and test/CLASS of whole folders, as"
-        " docs/guide.md shows"
+        f" or a part of the data, {remedy}"
     )
 
 
@@ -719,7 +719,8 @@ def find_divided_folders(files: Iterable[ImageFile], classes: Iterable[str]) -> 
             return [
                 f"folders of images that are no classes: {sum(len(paths[way]) for way in ways)},"
                 f" such as {' and '.join(str(path) for path in folders[:2])}, and"
-                f" {say_divided(len(divided), len(folders), of_all)}; {MAY_BE_WELL}"
+                f" {say_divided(len(divided), len(folders), of_all, GIVE_WHOLE)}; if it is a kind"
+                " of images, as a species of a family, or each part is numbered anew, this is well"
             ]
     return []
 

@@ -1236,7 +1236,10 @@ def test_patients_of_a_table_are_told_where_they_are_divided(inside: str, severa
     first = Path("/d", names[0]).parents["visit" in inside or "ill" in inside]
     assert line.startswith(f"folders of images that are no classes: 12, such as {first} and /d/")
     assert "those of 12 folders are divided among train, val, test. If a folder is a p" in line
-    assert line.endswith("; if it is a kind of images, or each part is numbered anew, this is well")
+    assert line.endswith(
+        " a part of the data, give whole folders to each of train, val and test; if it is a kind"
+        " of images, as a species of a family, or each part is numbered anew, this is well"
+    )
 
     whole = [[name.format(k) for name in names[part] for k in range(6)]
              for part in (slice(6), slice(6, 9), slice(9, 12))]  # fmt: skip
