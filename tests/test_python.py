@@ -5,17 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from toy import ALIGN_SETTINGS, ALIGN_STEPS, PEFT_SETTINGS, PEFT_STEPS, ROOT
+from toy import ALIGN_SETTINGS, ALIGN_STEPS, PEFT_SETTINGS, PEFT_STEPS, ROOT, photos_in
 
 from align import AlignResult, align
-from config import AlignConfig, FinetuneConfig
+from config import AlignConfig, FinetuneConfig, PretrainConfig
 from data import Pool, Split, Task, fingerprint
+from extras.pretrain import pretrain
 from finetune import finetune
 from support.errors import UsageError
+from support.runs import READING, T, Track
 
 
 @pytest.mark.slow
@@ -68,6 +71,38 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     align(cfg.replace(seed=1), other, task=task, pool=pool)
     with pytest.raises(UsageError, match="--from"):  # no result of another start is given
         finetune(start.replace(start=other), tmp_path / "tuned", task=task)
+
+
+def labels_in(labels: list[str]) -> Track:
+    """A track that remembers the label of each loop it is called with."""
+
+    def track(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+        labels.append(label)
+        return iter(items)
+
+    return track
+
+
+def test_a_scripts_track_gets_the_units_of_training_and_another_one_the_images_that_are_read(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Train, val, test and pool. Of an alternation, a script may ask its losses."""
+    names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(20)]
+    photos_in(tmp_path / "photos", names)
+    photos_in(tmp_path / "pool", ["0.png", "1.png"])
+    labelled = {"backbone": "vit_mini", "dataset": f"folder:{tmp_path}/photos"}
+    unlabelled = {"pool": f"{tmp_path}/pool"}
+    trained: list[str] = []
+    read: list[str] = []
+    tracks = {"track": labels_in(trained), "reading": labels_in(read)}
+    cfg = AlignConfig(weights=weights, **labelled, **unlabelled, **ALIGN_SETTINGS)
+    align(cfg, tmp_path / "a", **tracks)
+    assert (trained, read) == (["probe", "align"], [READING] * 4)
+    finetune(FinetuneConfig(weights=weights, **labelled, **PEFT_SETTINGS), tmp_path / "f", **tracks)
+    assert READING not in trained and read == [READING] * 7
+    of_pool = PretrainConfig(backbone="vit_mini", **unlabelled, epochs=1, warmup_epochs=0)
+    pretrain(of_pool, tmp_path / "p", **tracks)
+    assert READING not in trained and trained[-1] == "pretrain" and read == [READING] * 8
 
 
 @pytest.mark.slow
