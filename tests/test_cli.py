@@ -251,6 +251,38 @@ def test_a_folder_that_is_nearly_named_is_told(weights: Path) -> None:
     assert refusal("data check PHOTO").endswith(meant)
 
 
+@pytest.mark.parametrize(
+    ("line", "wrong", "meant"),
+    [
+        ("predict wiht pics", "wiht", "with"),
+        ("export alinged", "alinged", "aligned"),
+        ("evaluate with wihtout", "wihtout", "without"),
+        ("finetune --from alinged", "--from alinged", "{here}/aligned"),
+        ("finetune --from alinged/adapter.safetensors", "--from ", "{here}/aligned/adapter.saf"),
+        (
+            "align --backbone vit_mini --dataset quilts --pool quilts --weights with/rseult.json",
+            "--weights {here}/with/rseult.json",
+            "{here}/with/result.json",
+        ),
+        ("data check folder:wiht/lr0", "folder:{here}/wiht/lr0: there is", "{here}/with?"),
+    ],
+)
+def test_a_path_that_is_nearly_there_is_suggested(
+    runs: Path, line: str, wrong: str, meant: str
+) -> None:
+    """Also where a name in its middle is the wrong one."""
+    os.chdir(runs)  # `elsewhere` goes back
+    said = refusal(line)
+    assert said.startswith(f"error: {wrong.format(here=runs)}")
+    assert re.search(rf"(is it|did you mean) {re.escape(meant.format(here=runs))}", said), said
+
+
+def test_a_path_that_is_not_there_is_not_called_an_unfinished_run() -> None:
+    for line in ("predict zebra pics", "export zebra", "evaluate zebra", "finetune --from zebra"):
+        said = refusal(line)
+        assert "zebra: is not here; give a" in said, said
+
+
 # --- progress -----------------------------------------------------------------------------------
 
 

@@ -128,7 +128,7 @@ def test_from_align_takes_the_network_and_the_images_of_the_run(tmp_path: Path) 
     assert FinetuneConfig.from_align(file).rank == 3  # of the run that the file lies in
     (run / "config.json").unlink()
     assert FinetuneConfig.from_align(file, **B16).rank == 64
-    assert "/none: there is no" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
+    assert "/none: is not here" in refusal(f"finetune --from {tmp_path}/none --out {tmp_path}/run")
 
 
 def test_what_differs_from_the_paper_is_judged_by_backbone_and_pretext_task() -> None:

@@ -481,7 +481,9 @@ def test_runs_that_knew_images_by_their_names_alone_are_not_compared(tmp_path: P
 
 def test_what_is_no_finetune_run_is_named_for_what_it_is(tmp_path: Path, runs: Path) -> None:
     assert f"{runs}/aligned: is a run of align; give a" in refusal(f"evaluate {runs}/aligned")
-    assert f"there is no {tmp_path}/nothing;" in refusal(f"evaluate {tmp_path}/nothing")
+    assert f"{tmp_path}/nothing: is not here; give a finished" in refusal(
+        f"evaluate {tmp_path}/nothing"
+    )
 
 
 def test_every_setting_that_is_compared_has_words() -> None:
