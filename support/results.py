@@ -97,6 +97,25 @@ class AdapterInfo(BaseModel, frozen=True):
         seeds_before = self.origin.seeds_of_runs()
         return [self.seed, *seeds_before] if seeds_before else []
 
+    def stages_before(self) -> "list[AdapterInfo]":
+        """Return what is known of the runs that θ was trained in before this one, the last first.
+
+        A fresh θ was trained in none, and that of align is one. If it is not known what the θ of a
+        fine-tuning started from, the list has an AdapterInfo(), whose images are not known, either.
+
+        >>> aligned = AdapterInfo(stage="align", dataset="folder:a")
+        >>> tuned = AdapterInfo(stage="finetune", dataset="folder:b", origin=aligned)
+        >>> [stage.dataset for stage in tuned.stages_before()]
+        ['folder:a']
+        >>> aligned.stages_before()
+        []
+        >>> AdapterInfo(stage="finetune").stages_before() == [AdapterInfo()]
+        True
+        """
+        if self.origin is None:
+            return [AdapterInfo()] if self.stage == "finetune" else []
+        return [self.origin, *self.origin.stages_before()] if self.origin.stage else []
+
     def without_seeds(self) -> Self:
         """Return the same without the seeds of its run and of all runs before.
 

@@ -26,6 +26,10 @@ LOG = logging.getLogger("bisslight")
 # An older adapter does not say these, so they are compared where both adapters do.
 NOT_SAID_BY_OLDER = ("imports_sha256", "pretext_class", "contents_sha256", "pool_contents_sha256")
 NOT_READ = f"their content is not known, as of more than {MOST_CONTENTS:,} files none is read"
+NOT_KEPT = (
+    "is of an older version, which kept no names of images: it is not known whether θ was trained"
+    " on these test images"
+)
 
 
 class Start(NamedTuple):
@@ -254,15 +258,22 @@ def check_weights(experiment: Experiment[C], trained_on: AdapterInfo) -> None:
 def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
     """Refuse (ValueError) an adapter, or weights, whose θ was trained on test images of this run.
 
-    Returns sentences on what cannot be known. Nothing is asked if this run has the very images and
-    splits of the adapter's run: that one did not train on its test images, which are those of this
-    run, and has refused a start that had.
+    Returns sentences on what cannot be known. Nothing is refused if this run has the very images
+    and splits of the adapter's run: that one did not train on its test images, which are those of
+    this run, and has refused a start that had. What it could not know of a start with other images
+    is not known here, either.
     """
-    if are_of_same_images(dict(info), experiment.digests):
-        return []
+    task, digests = experiment.task, experiment.digests
+    stages = [info, *info.stages_before()]
+    others = [stage for stage in stages if not are_of_same_images(dict(stage), digests)]
+    if info not in others:
+        if not others:
+            return []
+        if info.seen is None:
+            return [NOT_KEPT]
+        return doubt_what_is_missing(task, info) if may_share(experiment.cfg, others) else []
     if info.seen is None:
         return check_data_seed(info, experiment.cfg)
-    task = experiment.task
     seen = find_seen(task, info)
     if seen.images:
         names = " and ".join(seen.images[:2])
@@ -281,11 +292,18 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
             " rename their files; a picture that both data sets have, such as a placeholder, has to"
             " be removed here"
         )
-    # Two benchmarks have no image in common. Of a user's own images that is not known.
-    of_user = ("folder:", "own")
-    if experiment.cfg.dataset.startswith(of_user) or str(info.dataset).startswith(of_user):
+    if may_share(experiment.cfg, others):
         return seen.doubts + doubt_what_is_missing(task, info)
     return seen.doubts
+
+
+def may_share(cfg: AlignConfig | FinetuneConfig, stages: Sequence[AdapterInfo]) -> bool:
+    """Whether a run may have images of one of these stages of an adapter, as far as is known.
+
+    Two benchmarks have no image in common. Of a user's own images that is not known.
+    """
+    names = [cfg.dataset, *(stage.dataset for stage in stages)]
+    return any(name is None or name.startswith(("folder:", "own")) for name in names)
 
 
 def check_data_seed(info: AdapterInfo, cfg: AlignConfig | FinetuneConfig) -> list[str]:
@@ -298,10 +316,7 @@ def check_data_seed(info: AdapterInfo, cfg: AlignConfig | FinetuneConfig) -> lis
             f"was trained on {info.dataset}, split otherwise, so it may have seen the test images;"
             f" see its --data-seed {info.data_seed}, or train again"
         )
-    return [
-        "is of an older version, which kept no names of images: it is not known whether θ was"
-        " trained on these test images"
-    ]
+    return [NOT_KEPT]
 
 
 def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
@@ -335,10 +350,13 @@ def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:
             " known whether θ has seen the test images"
         ]
     doubts = []
-    if info.seen_images is not None and found < info.seen_images:  # older adapters lack the number
+    if info.seen_images is None or found < info.seen_images:  # older adapters lack the number
+        number = "an unknown number of"
+        if info.seen_images is not None:
+            number = f"the {info.seen_images}"
         changed = "changed and " if knows_contents(task, info) else ""
         doubts.append(
-            f"{found} of the {info.seen_images} images that θ was trained on ({info.dataset})"
+            f"{found} of {number} images that θ was trained on ({info.dataset})"
             f" {'is' if found == 1 else 'are'} found here, by content or by"
             f" {class_and_name(task)}. If others are here, too, {changed}under a new name or one"
             " that several of them have, it is not known whether θ has seen the test images"

@@ -35,6 +35,7 @@ import finetune as program
 from bisslight import Diverged
 from config import FinetuneConfig, Record
 from evaluate import evaluate, read_arm
+from extras.export import describe_training
 from finetune import best_epoch, choose_rate, finetune
 from support.adapters import (
     count_training_images,
@@ -43,6 +44,7 @@ from support.adapters import (
     load_adapter,
     name_images,
     save_adapter,
+    with_seen,
 )
 from support.errors import RunError, UsageError
 from support.files import sha256
@@ -1199,10 +1201,98 @@ def test_all_images_that_are_known_by_their_names_alone_are_counted(tmp_path: Pa
         Image.new("L", (8, 8), k).save(tmp_path / f"P{k}/view.png")
     parts = [data.Split([tmp_path / f"P{k}/view.png"], torch.tensor([0])) for k in range(4)]
     older = AdapterInfo(dataset="own", seen=frozenset(name_images(parts[0], ["a"])))
-    (doubt,) = doubt_what_is_missing(data.Task("own", *parts[1:], ["a"]), older)
+    others, doubt = doubt_what_is_missing(data.Task("own", *parts[1:], ["a"]), older)
+    # It does not say how many it was trained on, either.
+    assert others.startswith(
+        "1 of an unknown number of images that θ was trained on (own) is found"
+    )
     assert doubt.startswith("3 images here have the class and name of one")
     alone = data.Task("own", parts[1], parts[1], parts[1], ["a"])
-    assert doubt_what_is_missing(alone, older)[0].startswith("an image here has the class and name")
+    assert doubt_what_is_missing(alone, older)[1].startswith("an image here has the class and name")
+
+
+def test_what_a_start_left_in_doubt_is_told_of_each_run_after_it(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The images are saved anew as JPEG, under new names.
+
+    A restart on the very images of its start tells what that one told. Where all runs before it
+    had these images, nothing is told.
+    """
+    for file in (folder / "images").rglob("*.png"):
+        copy = tmp_path / "renamed" / file.parent.name / f"again-{file.stem}.jpg"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(file).save(copy)
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet --data-seed 2"
+    for images in (tmp_path / "renamed", folder / "images"):
+        start = folder / "align"
+        for seed in (3, 4, 5):
+            out = tmp_path / f"{images.name}{seed}"
+            more = f"--dataset folder:{images} --from {start} --seed {seed} --out {out}"
+            outcome = run(f"{line} {more}")
+            assert outcome.code == 0, outcome.err
+            told = "it is not known whether θ has seen the test images"
+            assert (told in outcome.err) == (images != folder / "images"), (seed, outcome.err)
+            start = out
+
+
+def test_pictures_of_the_same_names_with_another_content_count_as_further_ones(
+    tmp_path: Path,
+) -> None:
+    """They may be converted, or others: where some are not found, that is not known."""
+    parts = {"train/cat": range(6), "val/cat": range(6, 8), "test/cat": range(8, 10)}
+    before = know_training_images(write_parts(tmp_path / "before", parts))
+    again = write_parts(tmp_path / "again", parts)
+    assert count_training_images(again, before) == 0
+    for file in (tmp_path / "again/train/cat").iterdir():
+        Image.new("L", (9, 9), int(file.stem)).save(file)
+    assert count_training_images(again, before) == 6
+
+
+def test_weights_that_were_exported_twice_tell_of_the_images_of_both_trainings(
+    tmp_path: Path,
+) -> None:
+    """Of the ten images of the first training, the test has two under new names."""
+    infos = []
+    for place, first in (("one", 0), ("two", 100)):
+        parts = {f"train/{kind}": range(first, first + 4) for kind in ("cat", "dog")}
+        parts |= {"val/cat": range(first + 4, first + 6), "test/cat": range(first + 6, first + 8)}
+        task = write_parts(tmp_path / place, parts)
+        infos.append(
+            AdapterInfo(
+                stage="finetune",
+                dataset="own",
+                seen=know_training_images(task),
+                seen_images=count_training_images(task),
+                data_sha256=data.fingerprint(task),
+                origin=AdapterInfo(),
+            )
+        )
+    one, two = infos
+    before = read_back(describe_training(one, None))
+    exported = read_back(describe_training(two, before))
+    kept = [tmp_path / f"one/train/{kind}/{i}.png" for kind in ("cat", "dog") for i in range(4)]
+    tested = [tmp_path / "one/test/cat/6.png"]
+    split = data.Split(kept, torch.tensor([0] * 4 + [1] * 4))
+    new = data.Task("own", split, split, data.Split(tested, torch.tensor([0])), ["cat", "dog"])
+    doubt, *_ = doubt_what_is_missing(new, exported)
+    assert doubt.startswith("8 of the 20 images that θ was trained on")
+    # On the very images of the second training, it is not known whether they are of the first.
+    tested_again: Any = SimpleNamespace(
+        task=task,
+        cfg=FinetuneConfig(backbone="vit_mini", dataset="own"),
+        digests={"data_sha256": two.data_sha256},
+    )
+    assert check_unseen(exported, tested_again)[0].startswith("10 of the 20 images")
+    assert check_unseen(read_back(describe_training(two, None)), tested_again) == []
+    # An export of an older version does not say how many images there were.
+    unknown = describe_training(two, before.model_copy(update={"seen_images": None}))
+    assert doubt_what_is_missing(new, unknown)[0].startswith("8 of an unknown number of images")
+
+
+def read_back(info: AdapterInfo) -> AdapterInfo:
+    """What an exported file says, as the next run reads it."""
+    return AdapterInfo(**json.loads(json.dumps(with_seen(info))))
 
 
 def test_of_images_of_several_classes_no_line_speaks_of_a_class(tmp_path: Path) -> None:
