@@ -1,6 +1,7 @@
 """The align command: its loop, what it builds from the settings, and pretext tasks of one's own."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,16 @@ def test_a_result_below_the_linear_probe_says_so(before: float | None, is_worse:
     )
     said = "less than the linear probe reached before, 51.0 %"
     assert (said in str(result)) == is_worse == ("made it worse" in str(result))
+
+
+def test_the_next_command_has_the_rates_of_readme_for_a_small_network(short: AlignResult) -> None:
+    """The larger ones start from the paper's rates after align."""
+    readme = (ROOT / "README.md").read_text()
+    (rates,) = re.findall(r"bisslight finetune --from runs/aligned( --lr \S+) --out", readme)
+    said = f"next: bisslight finetune --from {short.out}"
+    assert str(short).splitlines()[-1] == said + rates
+    large = short.model_copy(update={"backbone": "vit_b16"})
+    assert str(large).splitlines()[-1] == said
 
 
 # --- the paper's settings ---------------------------------------------------------------------

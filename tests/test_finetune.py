@@ -266,11 +266,15 @@ def test_adapters_lie_where_they_were_trained_also_those_of_an_older_version(
 
 
 def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
-    weights: Path, tmp_path: Path
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On image files: each wrong file lies in the folder of another class than was guessed."""
+    """On image files: each wrong file lies in the folder of another class than was guessed.
+
+    The rate that validation chose is found, and what was found is printed.
+    """
     pictures(tmp_path / "images", "xyz")
-    result = tune(weights, tmp_path / "f", dataset=f"folder:{tmp_path}/images", lr=(1e-3,), batch=9)
+    settings: Any = {"dataset": f"folder:{tmp_path}/images", "lr": (1e-5, 3e-2), "batch": 9}
+    result = tune(weights, tmp_path / "f", seed=4, **settings)
     guide = (Path(program.__file__).parent / "docs/guide.md").read_text()
     (code,) = re.findall(r"```python\n(  import json\n.*?)```", guide, re.DOTALL)
     names: dict[str, Any] = {}
@@ -278,6 +282,8 @@ def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
     confusion, wrong, test = names["confusion"], names["wrong"], names["test"]
     assert confusion.sum() == 9 and [*confusion.sum(1)] == [3, 3, 3]
     assert np.trace(confusion) == result.tests[0].right == 9 - len(wrong)
+    printed = capsys.readouterr().out
+    assert printed == "\n".join(["['x', 'y', 'z']", str(confusion), *wrong, ""])
     for file, guess in zip(test["files"], test["guesses"], strict=True):
         assert (Path(file).parent.name != "xyz"[guess]) == (file in wrong)
     of_classes = [result.by_class[name][0] for name in "xyz"]
