@@ -624,3 +624,16 @@ def test_the_same_files_by_name_and_from_a_script_are_comparable(
     finetune(own, tmp_path / "memory", task=Task("own", part, part, part, ["cat", "dog"]))
     with pytest.raises(UsageError, match=r"\(in memory, images are known otherwise than those"):
         evaluate([tmp_path / "named", tmp_path / "memory"])
+
+
+def test_names_of_classes_are_told_where_images_in_memory_may_differ_in_them(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Pixels, labels and splits are the same; of files, names of classes make no difference."""
+    given: Any = {"backbone": "vit_mini", "weights": weights, "rank": 2, "lr": (1e-3,), "seeds": 1}
+    cfg = FinetuneConfig(**given, epochs=1, warmup_epochs=0, batch=4, dataset="own")
+    part = Split(torch.rand(6, 3, 8, 8, generator=rng(0)), torch.tensor([0, 1] * 3))
+    for name, classes in (("english", ["cat", "dog"]), ("german", ["Katze", "Hund"])):
+        finetune(cfg, tmp_path / name, task=Task("own", part, part, part, classes))
+    with pytest.raises(UsageError, match="its images, splits, names of classes, mean, std or"):
+        evaluate([tmp_path / "english", tmp_path / "german"])

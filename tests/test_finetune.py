@@ -1471,6 +1471,16 @@ def test_images_in_memory_are_known_by_their_pixels(weights: Path, tmp_path: Pat
     finetune(again, tmp_path / "new", task=new)
 
 
+def test_images_in_memory_of_low_contrast_are_other_images_where_16_bits_tell_them_apart() -> None:
+    """In 8 bits all would be one grey. Those of 8 bits have the hash that older adapters keep."""
+    labels = torch.tensor([0, 1])
+    faint = 0.5 + 0.0015 * torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    assert len({*name_images(data.Split(faint, labels), ["a", "b"])}) == 2
+    levels = torch.arange(192, dtype=torch.uint8).reshape(1, 3, 8, 8)
+    of_older = hashlib.sha256(levels.numpy().tobytes()).hexdigest()[:12]
+    assert name_images(data.Split(levels / 255, labels[:1]), ["a", "b"]) == [of_older]
+
+
 def test_a_start_from_images_normalised_otherwise_is_told(
     weights: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
