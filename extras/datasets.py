@@ -31,7 +31,7 @@ from support.benchmarks import (
     place_of,
     say_no_folder,
 )
-from support.checks import find_empty, find_lacking_classes
+from support.checks import find_doubts_of_copy, find_empty
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
 from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread
@@ -92,7 +92,7 @@ def check(
         raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out, unread=found.unread)
-    holds, task, problems = open_as_a_run_does(
+    holds, task, benchmark, problems = open_as_a_run_does(
         name, place, pool, root, partial, as_pool, is_labelled
     )
     told = "\n".join(problems)  # as one text, since a problem may be several faults
@@ -106,7 +106,10 @@ def check(
         problems += say_copies(copies, place) + find_unread(task) + find_doubtful_names(task)
         for split in SPLITS:
             problems += find_empty(split, getattr(task, split).images, looks)
+    elif benchmark:
+        problems += find_doubts_of_copy(benchmark, looks, partial)
     elif name not in BENCHMARKS and found.images:
+        problems += find_empty("pool", found.images, looks)
         problems += find_unread(pool) + find_masks_in_pool(found.images)
     return Check(
         name=name,
@@ -135,6 +138,7 @@ class Opened(NamedTuple):
 
     holds: list[str]  # as in `Check`
     task: Task | None  # that of a folder, whose images are compared with each other
+    benchmark: Task | None  # that of a benchmark, whose lists a run could take
     problems: list[str]  # those that kept it from being opened, and faults of a folder
 
 
@@ -155,16 +159,14 @@ def open_as_a_run_does(
     _, *others = describe(pool)  # what was left out
     holds = [f"images: {len(pool.images)}", *others]
     task: Task | None = None
+    benchmark: Task | None = None
     problems: list[str] = []
     with collected(problems):
         if name in BENCHMARKS:
-            benchmark = open_task(name, 0, root, partial=partial)
-            holds = describe(benchmark)
-            if partial:
-                check_numbers(benchmark)
-                for split in SPLITS:
-                    of_split = getattr(benchmark, split)
-                    problems += find_lacking_classes(split, of_split, benchmark.classes)
+            opened = open_task(name, 0, root, partial=partial)
+            holds = describe(opened)
+            check_numbers(opened)
+            benchmark = opened
         else:
             with as_usage_error(str(place)):  # such as of a folder that cannot be entered
                 of_classes = None if as_pool else find_folder_of_classes(place)
@@ -177,7 +179,7 @@ def open_as_a_run_does(
                     holds = [describe_pool(place, pool, as_pool), *others]
                 else:
                     problems.append(say_no_images(place, pool.left_out))
-    return Opened(holds, task, problems)
+    return Opened(holds, task, benchmark, problems)
 
 
 def say_no_images(place: Path, left_out: Mapping[str, int]) -> str:

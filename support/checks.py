@@ -253,6 +253,25 @@ def find_doubts(task: Task, looks: Mapping[Path, Look] | None = None) -> list[st
     return doubts
 
 
+def find_doubts_of_copy(task: Task, looks: Mapping[Path, Look], partial: bool) -> list[str]:
+    """Return a line for each thing that is doubtful of a copy of a benchmark.
+
+    Images that are black or of one colour are none of its authors'. A subset, `partial`, may also
+    have a class in one split alone, and the same images in two. Of a whole one this is not asked:
+    its splits are official. `looks` as in `find_doubts`.
+    """
+    doubts: list[str] = []
+    if partial:
+        doubts += find_common_images(task, {file: look.digest for file, look in looks.items()})
+    for name in SPLITS:
+        split: Split = getattr(task, name)
+        if not isinstance(split.images, Tensor):  # handwriting, a part of this program
+            doubts += find_empty(name, split.images, looks)
+        if partial:
+            doubts += find_lacking_classes(name, split, task.classes)
+    return doubts
+
+
 def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[str]:
     """Return a line if all images are black, lose their levels, or else if most have one colour.
 

@@ -100,6 +100,19 @@ def test_the_whole_cub_split_has_the_papers_sizes(
     assert {root / known[int(i)][0] for i in rest} == {*found[2]}
 
 
+def test_classes_of_cub_are_named_by_their_numbers(tmp_path: Path) -> None:
+    """Sorted as text, 1 comes before 10 and 100; without number 7, nothing is guessed."""
+    file = make("cub200", tmp_path) / "classes.txt"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(sorted(lines)))
+    task = load("cub200", tmp_path)
+    for image, label in zip(task.test.images, task.test.targets.tolist(), strict=True):
+        assert Path(str(image)).parent.name == task.classes[label].replace(" ", "_")
+    file.write_text("\n".join(line for line in lines if not line.startswith("7 ")))
+    with pytest.raises(UsageError, match=r"classes\.txt has 199 classes, but none of number 7"):
+        load("cub200", tmp_path)
+
+
 @pytest.mark.parametrize("name", [*MAKE])
 def test_an_incomplete_copy_is_an_error_unless_asked_for(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"`bisslight data download {name}`"):

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from config import FinetuneConfig
+from config import AlignConfig, FinetuneConfig
 from data import (
+    IMAGENET,
     SPLITS,
     ImageError,
     Look,
@@ -28,9 +29,12 @@ from data import (
     check_readable,
     decode_once,
     folder,
+    tell_of_half_images,
 )
 from extras.datasets import check
+from extras.predict import decode_some
 from lora import cross_entropy
+from support.benchmarks import open_pool
 from support.checks import (
     as_checked,
     check_pool,
@@ -594,19 +598,40 @@ def test_of_very_many_images_a_thousand_are_read_and_the_line_says_of_how_many(
     assert told.endswith(f"{kind}: {told_of}")
 
 
-def test_a_script_that_takes_half_images_is_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("command", ["finetune", "align", "pretrain", "predict", "check"])
+def test_a_script_that_takes_half_images_is_told_so_once_by_each_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """They are told where images are opened, which all of these do before they use any."""
     photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
-    cfg = FinetuneConfig(backbone="vit_mini", dataset=f"folder:{tmp_path}")
     file = tmp_path / "cat/0.png"
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ImageError, match=r"cat/0\.png"):
-        look_at_data(cfg, folder(tmp_path, 0), None)
-    assert "LOAD_TRUNCATED" not in caplog.text
+
+    def read() -> str:
+        """Read all images as the command does; returns what it finds wrong with them."""
+        task, pool = folder(tmp_path, 0), open_pool(f"{tmp_path}", tmp_path)
+        labelled: Any = {"backbone": "vit_mini", "dataset": f"folder:{tmp_path}"}
+        try:
+            if command == "finetune":
+                look_at_data(FinetuneConfig(**labelled), task, None)
+            elif command == "align":
+                look_at_data(AlignConfig(**labelled), task, pool)
+            elif command == "pretrain":
+                look_at_pool(f"{tmp_path}", pool)
+            elif command == "predict":
+                return "".join(decode_some(pool.images, Transform(8, *IMAGENET)).faults)
+            else:
+                return "".join(check(f"folder:{tmp_path}", tmp_path).problems)
+        except ImageError as error:
+            return str(error)
+        return ""
+
+    tell_of_half_images.cache_clear()
+    assert "cat/0.png" in read() and "LOAD_TRUNCATED" not in caplog.text
     monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
-    look_at_data(cfg, folder(tmp_path, 0), None)
-    assert "half an image may be taken for a whole one; set it to False" in caplog.text
+    assert read() == read() == ""
+    told = "half an image may be taken for a whole one; set it to False"
+    assert caplog.text.count(told) == 1
 
 
 def test_the_images_that_are_read_of_many_are_spread_over_all(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tarfile
 import unicodedata
 from collections import Counter, defaultdict
@@ -65,6 +66,46 @@ def test_classes_that_a_split_of_a_subset_lacks_are_told_by_check_and_run(
     assert caplog.messages == []
 
 
+@pytest.mark.parametrize("is_pool", [False, True])
+def test_black_images_of_a_pool_or_benchmark_are_told_by_check_and_run(
+    is_pool: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers 0 and 1 that were saved as whole ones, by whoever made the copy smaller."""
+    images = make("dtd", tmp_path) / "dtd/images"
+    name = f"{images}" if is_pool else "dtd"
+
+    def told() -> list[str]:
+        """What a check finds, which a run warns of."""
+        caplog.clear()
+        if is_pool:
+            look_at_pool(name, open_pool(name, tmp_path))
+        else:
+            cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", partial=True)
+            look_at_data(cfg, open_task("dtd", 0, tmp_path, partial=True), None)
+        problems = check(name, tmp_path, partial=not is_pool, as_pool=is_pool).problems
+        warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert [line.removeprefix("dtd: ") for line in warned] == problems
+        return problems
+
+    assert told() == []
+    for file in images.rglob("*.jpg"):
+        Image.new("RGB", (20, 24), (1, 1, 1)).save(file)
+    black = [line.partition(":")[0] for line in told() if "so the images are black" in line]
+    assert black == (["pool"] if is_pool else ["train", "val", "test"])
+
+
+def test_images_that_two_splits_of_a_subset_share_are_told_by_check_and_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make("dtd", tmp_path)
+    task = open_task("dtd", 0, tmp_path, partial=True)
+    shutil.copy(str(task.train.images[0]), str(task.test.images[0]))
+    (told,) = check("dtd", tmp_path, partial=True).problems
+    assert told.startswith("train and test have an image in common")
+    look_at_data(FinetuneConfig(backbone="vit_mini", dataset="dtd", partial=True), task, None)
+    assert caplog.messages == [f"dtd: {told}"]
+
+
 def test_of_a_subset_of_voc_a_check_tells_what_the_map_is_of(tmp_path: Path) -> None:
     """Image i of a part has object i of four, so 16 of 20 classes lack; nobody is in each image."""
     base = make("voc07", tmp_path)
@@ -90,6 +131,7 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     """A fault of the folders does not hide a damaged image. In a pool, equal images are none."""
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png"):
         picture(tmp_path / file)
+    shutil.copy(tmp_path / "pool/1.png", tmp_path / "pool/deep/2.JPEG")
     pool = check(f"{tmp_path}/pool", tmp_path)
     assert (pool.images, pool.problems) == (2, [])
     for i, kind in enumerate("ab" * 10):
