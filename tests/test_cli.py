@@ -451,6 +451,53 @@ def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> 
     assert re.search(rf"(\n|\x1b\[2K|\x1b\[1A){re.escape(said)}\r\n", shown)
 
 
+# After a signal, the bars are drawn anew for half a second.
+TWO_BARS = """
+import time
+from support.processes import HEARD, stop_if_asked
+from support.progress import training
+def epochs():
+    yield "loss 1"
+    for _ in range(300):  # until a signal is heard
+        time.sleep(0 if HEARD else 0.1)
+    time.sleep(0.5)
+    stop_if_asked()
+def trials(track):
+    yield [*track(epochs(), 9, "a trial")]
+with training(quiet=False) as track:
+    print([*track(trials(track), 9, "all trials")])
+"""
+
+
+def lines_on(shown: str) -> list[str]:
+    """The lines that a terminal has in the end; what it is told is taken from its manual."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n|\r", shown):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif not part.startswith("\x1b"):  # others are colours
+            before = lines[row].ljust(column)
+            lines[row] = before[:column] + part + before[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def test_the_answer_to_ctrl_c_stays_above_two_bars() -> None:
+    call = [sys.executable, "-c", TWO_BARS]
+    code, _, shown = on_a_terminal(call, ctrl_c_at="a trial 1/9")
+    said = "stopping once this epoch or alternation is saved; Ctrl-C ends now"
+    assert (code, lines_on(shown)) == (130, [said])
+    after = shown.partition(said)[2]
+    assert "all trials" in after and "a trial" in after  # they were drawn anew below it
+
+
 def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:
     """By a clock of the test; the bar itself is the same, as no unit has ended."""
     now = 0.0
