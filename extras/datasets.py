@@ -34,7 +34,7 @@ from support.benchmarks import (
 from support.checks import find_doubts_of_copy, find_empty
 from support.errors import UsageError, as_usage_error, collected
 from support.experiment import check_numbers
-from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread
+from support.names import describe, find_doubtful_names, find_masks_in_pool, find_unread, look_into
 from support.runs import READING, Track, untracked
 
 MOST_NAMED = 3  # files and pictures that a line on copies names
@@ -57,12 +57,16 @@ class Check(BaseModel):
     left_out: dict[str, int]  # files that are no images by their names, by ending
     problems: list[str]
     copies: list[Copies] = []  # of each picture that is there twice or more
+    doubts: list[str] = []  # the lines of `holds` on what may be meant otherwise, such as masks
 
     def __str__(self) -> str:
         """Return a line for each problem, what there is, and how many problems."""
         n = len(self.problems)
         opened = f"{self.images} image{'' if self.images == 1 else 's'}"
         end = f"{n or 'no'} problem{'' if n == 1 else 's'} in {opened}"
+        if self.doubts:
+            doubts = "a doubt" if len(self.doubts) == 1 else f"{len(self.doubts)} doubts"
+            end += f", {'and' if n else 'but'} {doubts}: see above"
         return "\n".join([*self.problems, f"{self.name}", *self.holds, end])
 
 
@@ -76,8 +80,8 @@ def check(
     """Open every image of a benchmark or of a folder, and list all that is wrong with it.
 
     A folder that has two or more folders is a labelled task, unless it is to be checked `as_pool`;
-    any other one is a pool. One that only wraps such a folder is a pool where it is named as --pool
-    names it, DIR, and a wrong task where it is named as --dataset does, folder:DIR.
+    any other one is a pool where it is named as --pool names it, DIR, and a wrong task where it is
+    named as --dataset does, folder:DIR.
     With `partial` a benchmark may be a subset. `track` shows how far the reading of images is.
     Raises UsageError if there is no such data set.
     """
@@ -92,7 +96,7 @@ def check(
         raise UsageError(f"{name}: {say_no_folder(place)}")
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out, unread=found.unread)
-    holds, task, benchmark, problems = open_as_a_run_does(
+    holds, doubts, task, benchmark, problems = open_as_a_run_does(
         name, place, pool, root, partial, as_pool, is_labelled
     )
     told = "\n".join(problems)  # as one text, since a problem may be several faults
@@ -118,6 +122,7 @@ def check(
         left_out=found.left_out,
         problems=problems,
         copies=copies,
+        doubts=doubts,
     )
 
 
@@ -137,6 +142,7 @@ class Opened(NamedTuple):
     """What a data set is once it was opened."""
 
     holds: list[str]  # as in `Check`
+    doubts: list[str]  # as in `Check`
     task: Task | None  # that of a folder, whose images are compared with each other
     benchmark: Task | None  # that of a benchmark, whose lists a run could take
     problems: list[str]  # those that kept it from being opened, and faults of a folder
@@ -158,6 +164,7 @@ def open_as_a_run_does(
     """
     _, *others = describe(pool)  # what was left out
     holds = [f"images: {len(pool.images)}", *others]
+    doubts: list[str] = []
     task: Task | None = None
     benchmark: Task | None = None
     problems: list[str] = []
@@ -170,16 +177,18 @@ def open_as_a_run_does(
         else:
             with as_usage_error(str(place)):  # such as of a folder that cannot be entered
                 of_classes = None if as_pool else find_folder_of_classes(place)
-                if of_classes == place or (of_classes and is_labelled):
+                may_be_task = bool(of_classes or pool.images)  # otherwise there is nothing in it
+                if of_classes == place or (is_labelled and may_be_task):
                     holds[0] += "; if they are to have no labels, add --pool"
                     task, faults = read_folder(place, seed=0)
-                    holds = describe(task)
+                    facts, doubts, left_out = look_into(task)
+                    holds = [*facts, *doubts, *left_out]
                     problems += faults
                 elif pool.images:
                     holds = [describe_pool(place, pool, as_pool), *others]
                 else:
                     problems.append(say_no_images(place, pool.left_out))
-    return Opened(holds, task, benchmark, problems)
+    return Opened(holds, doubts, task, benchmark, problems)
 
 
 def say_no_images(place: Path, left_out: Mapping[str, int]) -> str:

@@ -301,6 +301,7 @@ class Contents(NamedTuple):
 
     facts: list[str]  # its classes and counts, and what was drawn
     doubts: list[str]  # what may be meant so or make a number wrong, as folders inside of classes
+    left_out: list[str]  # which files are none of its images; one line, or none
 
 
 def describe(source: Task | Pool) -> list[str]:
@@ -313,13 +314,14 @@ def describe(source: Task | Pool) -> list[str]:
     >>> describe(Task("own", split, split, split, ["daisy", "rose"], left_out={".heic": 2}))
     ['2 classes, 9 images: daisy 6, rose 3; train 3, val 3, test 3', 'left out: 2 .heic']
     """
-    facts, doubts = look_into(source)
-    return [*facts, *doubts]
+    facts, doubts, left_out = look_into(source)
+    return [*facts, *doubts, *left_out]
 
 
 def look_into(source: Task | Pool) -> Contents:
     """Return the lines of `describe`, those that inform apart from those that raise a doubt."""
     doubts: list[str] = []
+    lines_left_out: list[str] = []
     if isinstance(source, Pool):
         facts = [f"images without labels: {len(source.images)}"]
     else:
@@ -342,10 +344,10 @@ def look_into(source: Task | Pool) -> Contents:
     told = sum(map(Counter, count_unread(source).values()), Counter[str]())
     left_out = Counter(source.left_out) - told
     if left_out:
-        doubts.append(f"left out: {in_words(left_out)}")
+        lines_left_out.append(f"left out: {in_words(left_out)}")
         if remedy := say_remedies(PACKED.intersection(left_out)):
-            doubts[-1] += f"; {remedy} if their images are needed"
-    return Contents(facts, doubts)
+            lines_left_out[-1] += f"; {remedy} if their images are needed"
+    return Contents(facts, doubts, lines_left_out)
 
 
 def describe_counts(task: Task) -> str:

@@ -1161,10 +1161,10 @@ def test_images_that_are_nearly_black_are_not_taken_for_equal() -> None:
 def test_masks_in_a_pool_are_told(tmp_path: Path) -> None:
     """Changed copies are none to tell there: nothing is tested."""
     photos_in(tmp_path, [*(f"all/{k}.png" for k in range(9)), "all/1_flip.png"])
-    assert check(f"folder:{tmp_path}/all", tmp_path).problems == []
+    assert check(f"{tmp_path}/all", tmp_path).problems == []
     photos_in(tmp_path / "all", [*(f"{k}_mask.png" for k in range(4)), "x/images/1.png"])
     photos_in(tmp_path / "all", ["x/masks/1.png"])
-    (line,) = check(f"folder:{tmp_path}/all", tmp_path).problems
+    (line,) = check(f"{tmp_path}/all", tmp_path).problems
     assert "look like masks of others: 5, such as" in line
 
 

@@ -332,8 +332,36 @@ def test_a_folder_that_wraps_a_data_set_is_a_problem_as_it_is_of_a_run(
     found = check(f"{tmp_path}", tmp_path)  # as --pool names it
     assert (found.problems, found.holds) == ([], [as_pool % 10])
     photos_in(tmp_path, ["preview.png"])  # a pool has images beside its folders, too
-    found = check(f"folder:{tmp_path}", tmp_path)
+    found = check(f"{tmp_path}", tmp_path)
     assert (found.problems, found.holds) == ([], [as_pool % 11])
+
+
+def test_a_flat_folder_is_a_pool_but_a_problem_where_it_is_named_as_a_labelled_one(
+    tmp_path: Path,
+) -> None:
+    """As it is of a run, and with the same text, which says what a labelled set looks like."""
+    photos_in(tmp_path / "flat", [f"{k}.png" for k in range(5)])
+    assert "no problems in 5 images" in done(f"data check {tmp_path}/flat")
+    assert "no problems in 5 images" in done(f"data check folder:{tmp_path}/flat --pool")
+    outcome = run(f"data check folder:{tmp_path}/flat")
+    problem, _, holds, end = outcome.out.splitlines()
+    assert f"put the images into {tmp_path}/flat/CLASS/" in problem
+    assert holds == "images: 5; if they are to have no labels, add --pool"
+    assert (outcome.code, end) == (1, "1 problem in 5 images")
+    with pytest.raises(UsageError, match=re.escape(problem.partition(": ")[2])):
+        open_task(f"folder:{tmp_path}/flat", 0, tmp_path)
+
+
+def test_a_doubt_is_named_in_the_last_line_of_a_check(tmp_path: Path) -> None:
+    """A class of masks is no problem, so the exit code is 0; a text file is no doubt."""
+    names = [f"{kind}/{k}.png" for kind in ("daisy", "rose") for k in range(5)]
+    photos_in(tmp_path / "set", names)
+    (tmp_path / "set/daisy/notes.txt").touch()
+    assert done(f"data check {tmp_path}/set").endswith("no problems in 10 images\n")
+    photos_in(tmp_path / "set", [f"masks/{k}.png" for k in range(5)], seed=1)
+    said = done(f"data check {tmp_path}/set")
+    assert "masks is a class here" in said
+    assert said.endswith("no problems in 15 images, but a doubt: see above\n")
 
 
 def test_a_folder_that_may_not_be_entered_is_a_problem(
