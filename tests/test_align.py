@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from toy import (
     align_settings,
     contents,
     done,
+    photos_in,
     read_records,
     refusal,
 )
@@ -33,9 +34,10 @@ from config import (
     FinetuneConfig,
     defaults_of,
 )
-from data import rng
+from data import folder, rng
 from lora import init_head
 from support.benchmarks import BENCHMARKS
+from support.errors import RunError
 from support.experiment import open_experiment
 from support.files import sha256
 from support.optim import trainable
@@ -76,6 +78,36 @@ def test_a_finished_run_is_read_again(
         assert align(align_settings(weights, eval_every=2), Path(short.out)) == short
     assert f"{short.out}: was finished already; this is its result" in caplog.messages
     assert contents(Path(short.out)) == before
+
+
+def test_images_that_are_replaced_while_align_is_under_way_leave_no_result(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Of training and of the pool. Put back, the same command ends with the same adapter."""
+    photos_in(tmp_path / "photos", [f"{kind}/{k}.png" for kind in "ab" for k in range(20)])
+    photos_in(tmp_path / "pool", [f"{k}.png" for k in range(8)], seed=1)
+    name = f"folder:{tmp_path}/photos"
+    cfg = align_settings(weights, dataset=name, pool=str(tmp_path / "pool"))
+    align(cfg, tmp_path / "left alone")
+    files = [Path(folder(tmp_path / "photos", 0).train.images[-1]), tmp_path / "pool/3.png"]
+    before = [file.read_bytes() for file in files]
+
+    def replace(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Replace the images after the last alternation."""
+        yield from items
+        if label == "align":
+            for file in files:
+                photos_in(file.parent, [file.name], seed=2)
+
+    out = tmp_path / "out"
+    with pytest.raises(RunError, match=r"images of train and pool were changed .* put them back"):
+        align(cfg, out, track=replace)
+    assert not (out / "result.json").exists() and not (out / "adapter.safetensors").exists()
+    for file, content in zip(files, before, strict=True):
+        file.write_bytes(content)
+    align(cfg, out)
+    one, two = (tmp_path / name / "adapter.safetensors" for name in ("out", "left alone"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_result_that_is_damaged_is_told_in_a_line(

@@ -36,7 +36,7 @@ from data import (
     stream,
 )
 from support.checks import check_task
-from support.experiment import digests_of_data
+from support.experiment import digest_images, digests_of_data
 from support.names import describe
 from support.results import are_of_same_images
 from support.runs import find_changes
@@ -708,9 +708,9 @@ def test_a_file_that_is_replaced_by_one_of_as_many_bytes_is_known_by_its_content
     task = Task("own", split, split, split, ["a", "b"])
     pool = Pool(files)
     cfg = AlignConfig(backbone="vit_mini", dataset="own", pool="own")
-    before = digests_of_data(cfg, task, pool)
+    before = digests_of_data(cfg, task, pool, digest_images(task, pool))
     files[1].write_text("x" * files[1].stat().st_size)
-    after = digests_of_data(cfg, task, pool)
+    after = digests_of_data(cfg, task, pool, digest_images(task, pool))
     assert before["data_sha256"] == after["data_sha256"]
     assert before["pool_sha256"] == after["pool_sha256"]
     changes = [f"the content of --{name} was changed" for name in ("dataset", "pool")]

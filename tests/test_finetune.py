@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from toy import (
     contents,
     done,
     finetune_line,
+    photos_in,
     read_records,
     refusal,
     run,
@@ -85,6 +87,43 @@ def without_time(result: FinetuneResult) -> Record:
     for trial in dump["tried"] + dump["trials"]:
         del trial["cpu_seconds"], trial["seconds"]
     return dump
+
+
+@pytest.mark.parametrize("most", [data.MOST_CONTENTS, 0])  # 0: few files are read, as of very many
+def test_test_images_that_are_replaced_while_a_run_is_under_way_are_not_scored(
+    most: int, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put back, the same command ends with the numbers of a run that was left alone."""
+    monkeypatch.setattr(data, "MOST_CONTENTS", most)
+    images = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(10)]
+    photos_in(tmp_path / "photos", images)
+    cfg = FinetuneConfig(
+        backbone="vit_mini",
+        weights=weights,
+        dataset=f"folder:{tmp_path}/photos",
+        epochs=2,
+        warmup_epochs=0,
+        batch=4,
+        seeds=1,
+        lr=(1e-3,),
+    )
+    left_alone = finetune(cfg, tmp_path / "left alone")
+    first = Path(data.folder(tmp_path / "photos", 0).test.images[0])
+    before = first.read_bytes()
+
+    def replace(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Replace the image once an epoch was trained."""
+        for item in items:
+            yield item
+            photos_in(first.parent, [first.name], seed=1)
+
+    named = f"such as {first}, " if most else ""
+    out = tmp_path / "out"
+    with pytest.raises(RunError, match=f"images of test were changed .*{named}.*put them back"):
+        finetune(cfg, out, track=replace)
+    assert not [*out.glob("*/test.json")] and not (out / "result.json").exists()
+    first.write_bytes(before)
+    assert without_time(finetune(cfg, out)) == without_time(left_alone)
 
 
 # --- what OUT holds -------------------------------------------------------------------------------
