@@ -8,14 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from config import AlignConfig, FinetuneConfig, Record, find_runs
-from data import MOST_CONTENTS, Task
+from data import MOST_CONTENTS, SPLITS, Split, Task
 from support.adapters import (
     count_known_images,
     find_adapters,
     hash_contents,
     load_adapter,
     name_images,
-    name_training_images,
 )
 from support.errors import UsageError, as_usage_error
 from support.experiment import C, Experiment
@@ -281,20 +280,25 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
         how = f"was trained on {what}, by content or by {class_and_name(task)}"
         if not seen.by_content:
             how = f"was trained on images with the {class_and_name(task)} of {what}"
-        as_before = (
-            f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset}, or of"
-            " a run before it, as they were"
-        )
-        if info.dataset == "own":  # no seed of the program has split them
-            as_before = "the splits that its script handed over"
         raise ValueError(
-            f"{how}, such as {names}; take {as_before}, or train again. If they are other pictures,"
-            " rename their files; a picture that both data sets have, such as a placeholder, has to"
-            " be removed here"
+            f"{how}, such as {names}; take {splits_of(info)}, or train again. If they are other"
+            " pictures, rename their files; a picture that both data sets have, such as a"
+            " placeholder, has to be removed here"
         )
+    doubts = seen.doubts + doubt_validation(task, info)
     if may_share(experiment.cfg, others):
-        return seen.doubts + doubt_what_is_missing(task, info)
-    return seen.doubts
+        doubts += doubt_what_is_missing(task, info)
+    return doubts
+
+
+def splits_of(info: AdapterInfo) -> str:
+    """Return what to take so that the splits are those of an adapter's run."""
+    if info.dataset == "own":  # no seed of the program has split them
+        return "the splits that its script handed over"
+    return (
+        f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset}, or of a"
+        " run before it, as they were"
+    )
 
 
 def may_share(cfg: AlignConfig | FinetuneConfig, stages: Sequence[AdapterInfo]) -> bool:
@@ -333,6 +337,23 @@ def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
         f"was trained on images normalised with mean {mean}, std {std}; those here are with mean"
         f" {own_mean}, std {own_std}, which may cost accuracy. A script can hand over a task with"
         " others"
+    ]
+
+
+def doubt_validation(task: Task, info: AdapterInfo) -> list[str]:
+    """Return a sentence if θ was trained or chosen on validation images of this task, else [].
+
+    An adapter does not say on which of its images θ was trained, and on which its epoch was chosen.
+    """
+    images, _, _ = find_seen(task, info, "val")
+    if not images:
+        return []
+    names = " and ".join(images[:2])
+    return [
+        f"was trained or chosen on {len(images)} of the {len(task.val.targets)} validation images,"
+        f" by content or by {class_and_name(task)}, such as {names}. If it was trained on them, the"
+        " validation accuracy is too high, and epochs and rates are chosen by it; take"
+        f" {splits_of(info)}"
     ]
 
 
@@ -394,27 +415,32 @@ def knows_contents(task: Task, info: AdapterInfo) -> bool:
 
 
 class Seen(NamedTuple):
-    """The test images that θ was trained on."""
+    """The images of a split, mostly the test images, that θ was trained or chosen on."""
 
     images: list[str]  # their files, or, if they lie in memory, "number 0" and so on
     by_content: int  # how many of them have the content of one, not its class and name alone
     doubts: list[str]  # sentences on what cannot be known
 
 
-def find_seen(task: Task, info: AdapterInfo) -> Seen:
+def find_seen(task: Task, info: AdapterInfo, part: str = "test") -> Seen:
     """Find the test images that θ was trained on, by the hashes that its adapter keeps of them.
 
     A test image is found by its content, or by its class and name. In some folders, the files of
     each part are numbered anew, so that an image for training has the name of one for testing. Such
-    a name does not count, and a sentence tells of it.
+    a name does not count, and a sentence tells of it. With `part` "val" it is the validation images
+    that are looked for.
     """
     seen = info.seen or ()
-    images = task.test.images
+    split: Split = getattr(task, part)
+    images = split.images
     in_memory = isinstance(images, Tensor)
-    names = name_images(task.test, task.classes)  # hashes; in memory, they are of the pixels
-    contents = hash_contents(task.test) or [""] * len(names)  # hashes, too; "" where there is none
-    # names that do not count
-    ambiguous = frozenset() if in_memory else name_training_images(task)
+    names = name_images(split, task.classes)  # hashes; in memory, they are of the pixels
+    contents = hash_contents(split) or [""] * len(names)  # hashes, too; "" where there is none
+    ambiguous = set[str]()  # names that do not count
+    if not in_memory:
+        for other in SPLITS:
+            if other != part:
+                ambiguous.update(name_images(getattr(task, other), task.classes))
     found: list[str] = []
     by_content = 0  # how many of the found ones are known by their content
     unclear = 0  # how many images are not found since their name does not count

@@ -1100,7 +1100,9 @@ def test_images_that_are_all_known_again_by_their_content_are_not_doubted(
         f"finetune --from {folder}/align {line} --dataset folder:{images} --out {tmp_path}/f"
     )
     assert outcome.code == 0, outcome.err
-    told = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    of_val, *told = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    # These were validation images of align, too, but its adapter does not say so.
+    assert of_val.startswith("--from: was trained or chosen on 6 of the 6 validation images")
     assert len(told) == (change == "converted")
     assert all(line.startswith("--from: 36 images here have the class and name") for line in told)
 
@@ -1132,7 +1134,8 @@ def test_files_that_were_numbered_anew_are_known_by_name_alone_and_told(
         f" --out {tmp_path}/f"
     )
     assert outcome.code == 0, outcome.err
-    (told,) = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    lines = [line for line in outcome.err.splitlines() if line.startswith("--from")]
+    (told,) = [line for line in lines if "validation images" not in line]
     assert told.startswith("--from: 36 images here have the class and name of one that θ")
     assert told.endswith("if the files were numbered anew, θ may have seen the test images")
 
@@ -1279,6 +1282,30 @@ def test_what_a_start_left_in_doubt_is_told_of_each_run_after_it(
             told = "it is not known whether θ has seen the test images"
             assert (told in outcome.err) == (images != folder / "images"), (seed, outcome.err)
             start = out
+
+
+@pytest.mark.parametrize("command", ["align", "finetune"])
+def test_validation_images_that_theta_was_trained_on_are_told(
+    command: str, weights: Path, tmp_path: Path
+) -> None:
+    """The test images are a part of their own, and another seed draws validation images anew."""
+    pictures(tmp_path / "images/train", "xyz")
+    pictures(tmp_path / "images/test", "xyz", shift=15)
+    steps = f"{ALIGN_STEPS} --pool quilts" if command == "align" else PEFT_STEPS
+    network = f"--backbone vit_mini --weights {weights} --quiet --dataset folder:{tmp_path}/images"
+    done(f"{command} {network} {steps} --out {tmp_path}/start")
+    anew = data.folder(tmp_path / "images", 1).val.images
+    tuning = f"finetune --from {tmp_path}/start {network} {PEFT_STEPS} --seed 5"
+    again = run(f"{tuning} --data-seed 1 --out {tmp_path}/again")
+    assert again.code == 0, again.err
+    n = len(anew)
+    told = (
+        f"--from: was trained or chosen on {n} of the {n} validation images, by content or by class"
+    )
+    assert f"{told} and name, such as {anew[0]} and" in again.err
+    assert "take its data seed, --data-seed 0, and the images" in again.err
+    as_before = run(f"{tuning} --out {tmp_path}/as-before")
+    assert as_before.code == 0 and "validation images" not in as_before.err
 
 
 def test_pictures_of_the_same_names_with_another_content_count_as_further_ones(
