@@ -43,6 +43,7 @@ from typer.testing import CliRunner
 import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
+from evaluate import say_next
 from support.experiment import set_up_device
 from support.progress import make_bars, reading, training
 from support.runs import LOG, READING
@@ -281,6 +282,21 @@ def test_a_path_that_is_not_there_is_not_called_an_unfinished_run() -> None:
     for line in ("predict zebra pics", "export zebra", "evaluate zebra", "finetune --from zebra"):
         said = refusal(line)
         assert "zebra: is not here; give a" in said, said
+
+
+def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_another_arm(
+    runs: Path, tmp_path: Path
+) -> None:
+    """The aligned arm comes first. A run that differs in more, and one that is alone, name none."""
+    for name in ("with", "without"):
+        shutil.copytree(runs / name, tmp_path / name)
+    compare = f"next: bisslight evaluate {tmp_path}/with {tmp_path}/without"
+    assert say_next(tmp_path / "with") == say_next(tmp_path / "without") == compare
+    config = json.loads((tmp_path / "with/config.json").read_text())
+    (tmp_path / "with/config.json").write_text(json.dumps(config | {"batch": 7}))
+    assert say_next(tmp_path / "without") is None
+    shutil.rmtree(tmp_path / "with")
+    assert say_next(tmp_path / "without") is None
 
 
 # --- progress -----------------------------------------------------------------------------------
