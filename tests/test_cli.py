@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -45,7 +45,7 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.experiment import set_up_device
-from support.progress import make_bars, reading, training
+from support.progress import Bars, make_bars, make_track, reading, training
 from support.runs import LOG, READING
 from support.screen import print_line, showing
 
@@ -540,6 +540,71 @@ def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
         bars.update(bar, advance=1)
         told.append(bars.tasks[0].time_remaining)
     assert told == [None, 180, 120]  # a speed needs two units
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_a_long_label_is_shortened_and_not_the_percent_and_the_time(width: int) -> None:
+    now = 0.0
+    bars = make_bars(Console(width=width), disable=True, get_time=lambda: now)
+    bar = bars.add_task("a rate with a seed 22/60  loss 0.4822  " * 3, total=6)
+    for _ in range(3):
+        now += 60
+        bars.update(bar, advance=1)
+    (line,) = drawn(bars)
+    assert line.rstrip().endswith(" 50% 0:03:00") and "22/60  loss 0.4" in line and "…" in line
+
+
+def drawn(bars: Bars) -> list[str]:
+    """The lines that a terminal shows of the bars."""
+    with bars.console.capture() as said:
+        bars.console.print(bars.make_tasks_table(bars.tasks))
+    return said.get().splitlines()
+
+
+@pytest.mark.parametrize("done", [0, 7])
+def test_a_bar_says_how_much_there_is_to_do_before_the_first_unit_has_ended(done: int) -> None:
+    bars = make_bars(Console(width=80), disable=True)
+
+    def units() -> Iterator[str]:
+        (line,) = drawn(bars)
+        assert f" align {done}/20 " in line
+        yield "loss 1"
+
+    assert [*make_track(bars, in_lines=False)(units(), 20, "align", done)] == ["loss 1"]
+
+
+def test_a_loop_that_goes_on_with_another_has_its_bar_and_its_time() -> None:
+    """By a clock of the test: two of six units of 60 s, then the third one under another label."""
+    now = 0.0
+    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
+    track = make_track(bars, in_lines=False)
+
+    def units(number: int) -> Iterator[str]:
+        nonlocal now
+        for _ in range(number):
+            now += 60
+            yield "val 80 %"
+
+    for _ in track(units(2), 6, "trials to choose the rate"):
+        pass
+    told = []
+    for _ in track(units(4), 6, "trials for the result", 2):
+        (line,) = drawn(bars)
+        told.append((line.split("  ")[0][2:], line.split()[-1]))
+    assert told[:2] == [
+        ("trials for the result 3/6", "0:03:00"),
+        ("trials for the result 4/6", "0:02:00"),
+    ]
+    assert bars.tasks == []
+
+
+def test_the_bar_of_a_loop_that_fails_is_gone() -> None:
+    """As that of a rate that diverges, after which other rates are tried."""
+    bars = make_bars(Console(width=80), disable=True)
+    with pytest.raises(ZeroDivisionError):
+        for _ in make_track(bars, in_lines=False)((1 // k for k in (1, 0)), 9, "lr 1"):
+            pass
+    assert bars.tasks == []
 
 
 CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]

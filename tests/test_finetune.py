@@ -440,15 +440,14 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
 def test_the_bars_say_which_trials_choose_the_rate_and_which_are_for_the_result(
     weights: Path, tmp_path: Path
 ) -> None:
-    """Two rates with one seed, then the best one with both: four trials, of which one is read."""
+    """Two rates with one seed, then the best one with the other seed: one bar of three trials."""
     two = "--lr 1e-3,1e-2 --seeds 2 --epochs 1"
     line = finetune_line(weights.parent, f"{two} --out {tmp_path}/f").replace("--quiet", "")
     said = [text for text in run(line).err.splitlines() if text.startswith("trials")]
     assert [text.split("  ")[0] for text in said] == [
-        "trials to choose the rate 1/2",
-        "trials to choose the rate 2/2",
-        "trials for the result 1/2",
-        "trials for the result 2/2",
+        "trials to choose the rate 1/3",
+        "trials to choose the rate 2/3",
+        "trials for the result 3/3",
     ]
 
 
