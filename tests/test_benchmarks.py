@@ -100,6 +100,14 @@ def test_the_whole_cub_split_has_the_papers_sizes(
     assert {root / known[int(i)][0] for i in rest} == {*found[2]}
 
 
+def test_lists_of_voc_that_name_other_images_are_refused(tmp_path: Path) -> None:
+    """An image that the first list lacks would be in no split, and nothing would say so."""
+    file = make("voc07", tmp_path) / "VOC2007/ImageSets/Main/aeroplane_test.txt"
+    file.write_text("\n".join(file.read_text().splitlines()[1:]))
+    with pytest.raises(UsageError, match=r"bicycle_test\.txt has other images than aeroplane_test"):
+        load("voc07", tmp_path)
+
+
 def test_classes_of_cub_are_named_by_their_numbers(tmp_path: Path) -> None:
     """Sorted as text, 1 comes before 10 and 100; without number 7, nothing is guessed."""
     file = make("cub200", tmp_path) / "classes.txt"
