@@ -100,7 +100,7 @@ def test_images_that_are_replaced_while_align_is_under_way_leave_no_result(
                 photos_in(file.parent, [file.name], seed=2)
 
     out = tmp_path / "out"
-    with pytest.raises(RunError, match=r"images of train and pool were changed .* put them back"):
+    with pytest.raises(RunError, match=r"images of train, pool were changed .* put them back"):
         align(cfg, out, track=replace)
     assert not (out / "result.json").exists() and not (out / "adapter.safetensors").exists()
     for file, content in zip(files, before, strict=True):
