@@ -322,3 +322,14 @@ def test_settings_mean_the_same_in_another_directory_and_read_no_disk(
     with pytest.raises(ValidationError) as refused:
         FinetuneConfig(start=tmp_path)  # type: ignore[call-arg]
     assert refused.value.errors()[0]["loc"] == ("backbone",)
+
+
+def test_a_task_of_ones_own_has_the_defaults_of_photographs_and_not_those_of_handwriting() -> None:
+    """As the guide says of dataset="own": defaults follow the name of the data set."""
+    names = ("augment", "weights", "pool")
+    own, photos, handwriting = (
+        AlignConfig(backbone="vit_mini", dataset=name).model_dump(include={*names})
+        for name in ("own", "folder:/photos", "omniglot:Greek")
+    )
+    assert own == photos
+    assert all(own[name] != handwriting[name] for name in names)
