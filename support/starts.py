@@ -285,7 +285,9 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
             " pictures, rename their files; a picture that both data sets have, such as a"
             " placeholder, has to be removed here"
         )
-    doubts = seen.doubts + doubt_validation(task, info)
+    doubts = list(seen.doubts)
+    if info.data_seed != experiment.cfg.data_seed:
+        doubts += doubt_validation(task, info)
     if may_share(experiment.cfg, others):
         doubts += doubt_what_is_missing(task, info)
     return doubts
@@ -341,10 +343,14 @@ def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
 
 
 def doubt_validation(task: Task, info: AdapterInfo) -> list[str]:
-    """Return a sentence if θ was trained or chosen on validation images of this task, else [].
+    """Return a sentence if θ was trained or chosen on drawn validation images here, else [].
 
     An adapter does not say on which of its images θ was trained, and on which its epoch was chosen.
+    So this is asked only where another data seed has drawn the validation images: others are mostly
+    those of the adapter's run.
     """
+    if "val" not in task.drawn:
+        return []
     images, _, _ = find_seen(task, info, "val")
     if not images:
         return []
