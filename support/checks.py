@@ -302,8 +302,8 @@ def find_empty(name: str, images: Stored, looks: Mapping[Path, Look]) -> list[st
             ]
         without_contrast = sum(look.is_of_one_colour for look in found)
     if 2 * without_contrast > looked_at:
-        of_what = "of these" if sample else f"of {looked_at} images"
-        return [f"{name}: {sample}{without_contrast} {of_what} are of one colour"]
+        of_what = "of these" if sample else f"of {looked_at:,} images"
+        return [f"{name}: {sample}{without_contrast:,} {of_what} are of one colour"]
     return []
 
 

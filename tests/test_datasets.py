@@ -462,14 +462,14 @@ def test_images_of_kinds_that_are_not_read_are_told_by_class_in_check_and_run(
              for kind in ("daisy", "rose", "tulip") for k in range(5)]  # fmt: skip
     photos_in(tmp_path, [*names, "test/daisy/IMG_6.heic.png"])
     empty_files(tmp_path, "train/rose/0.NEF test/daisy/img_6.HEIC test/notes.pdf train/rose/a.txt")
-    empty_files(tmp_path, "train/rose/logo.svg train/rose/scan.dcm")  # beside images, they are none
+    empty_files(tmp_path, "train/rose/logo.svg train/rose/scan.pdf")  # beside images, they are none
     assert check(f"{tmp_path}", tmp_path).problems == []
-    empty_files(tmp_path, "test/daisy/7.gif train/tulip/7.CR2 test/tulip/more/8.heic")
+    empty_files(tmp_path, "test/daisy/7.dcm train/tulip/7.CR2 test/tulip/more/8.heic")
     told = "images of kinds that are not read: %s. Convert them to JPEG or PNG, or remove them"
-    of_classes = told % "tulip 2 of 12 (.cr2, .heic), daisy 1 of 12 (.gif)"
+    of_classes = told % "tulip 2 of 12 (.cr2, .heic), daisy 1 of 12 (.dcm)"
     assert check(f"{tmp_path}", tmp_path).problems == [of_classes]
     assert find_doubts(open_task(f"folder:{tmp_path}", 0, tmp_path)) == [of_classes]
-    of_pool = told % "3 of 34 (.cr2, .gif, .heic)"
+    of_pool = told % "3 of 34 (.cr2, .dcm, .heic)"
     assert check(f"{tmp_path}", tmp_path, as_pool=True).problems == [of_pool]
     look_at_pool(f"{tmp_path}", open_pool(f"{tmp_path}", tmp_path))
     assert f"pool: {of_pool}" in caplog.messages
