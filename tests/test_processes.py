@@ -1,13 +1,12 @@
 """Signals, and processes that share every batch: one process's numbers."""
 
-import hashlib
 import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -22,7 +21,7 @@ from toy import align_line, done, finetune_line, read_records, torchrun
 import cli
 import support.progress as progress
 from support.errors import UsageError
-from support.processes import HEARD, OPENED, TORCHRUN, World, count_processes, hear, make_ready
+from support.processes import HEARD, TORCHRUN, World, count_processes, hear, make_ready
 from support.screen import is_first_process
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -30,21 +29,11 @@ CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
 SHARED_STEPS = "--p-batch 9 --d-batch 9"  # an odd number
 
 
-def wait_for_a_signal(ready: Path, opened: Sequence[Path] = ()) -> None:
+def wait_for_a_signal(ready: Path) -> None:
     make_ready()
-    OPENED.extend(opened)
     ready.touch()
     while True:
         time.sleep(0.01)
-
-
-def compute_for_minutes(ready: Path) -> None:
-    """Once a signal was heard, in one call, in which Python calls no handler."""
-    make_ready()
-    ready.touch()
-    while not HEARD:
-        time.sleep(0.01)
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
 
 
 def test_what_a_terminal_says_after_ctrl_c_has_a_line_of_its_own() -> None:
@@ -80,42 +69,6 @@ def test_a_second_ctrl_c_ends_at_once_and_a_repeated_request_is_the_same(
     assert "stopping once this" in said.read_text()
     process.kill()
     assert finish(process) == (-signal.SIGKILL if repeated else -signal.SIGINT)
-
-
-@pytest.mark.parametrize("saved", ["checkpoint.pt", "result.json", "config.json", None])
-def test_the_second_ctrl_c_says_whether_anything_was_saved(
-    tmp_path: Path, saved: str | None
-) -> None:
-    """Two runs were opened, or none yet: before that, an earlier command's save is not known."""
-    ready, said = tmp_path / "ready", tmp_path / "said"
-    opened = [tmp_path / "a", tmp_path / "b"] if saved else []
-    for place in opened:
-        place.mkdir()
-    if saved:
-        (tmp_path / "a" / saved).touch()
-    process = start(partial(wait_for_a_signal, ready, opened), said)
-    wait_for(ready.exists, process)
-    for number in (1, 2):
-        os.kill(process.pid or 0, signal.SIGINT)
-        wait_for(lambda number=number: said.read_text().count("\n") == number)
-    assert finish(process) == -signal.SIGINT
-    last = said.read_text().splitlines()[-1]
-    if saved == "config.json":
-        assert last == "ended; nothing was saved yet"
-    else:
-        assert last == "ended; the same command goes on from what was saved last"
-
-
-def test_the_second_ctrl_c_ends_a_step_in_which_python_hears_nothing(tmp_path: Path) -> None:
-    ready, said = tmp_path / "ready", tmp_path / "said"
-    process = start(partial(compute_for_minutes, ready), said)
-    wait_for(ready.exists, process)
-    os.kill(process.pid or 0, signal.SIGINT)
-    wait_for(lambda: "stopping once this" in said.read_text(), process)
-    time.sleep(0.2)
-    os.kill(process.pid or 0, signal.SIGINT)
-    assert finish(process, 20) == 130
-    assert said.read_text().splitlines()[-1].startswith("ended; the same command goes on")
 
 
 @pytest.mark.parametrize(
