@@ -420,8 +420,8 @@ with training(quiet=False) as track:
 
 
 STOPPING = (
-    "stopping once this epoch or alternation is saved; Ctrl-C ends now, and the same command"
-    " goes on from what was saved last"
+    "stopping once this epoch or alternation is saved; Ctrl-C ends now, and what is not saved"
+    " has to be done again"
 )
 ON_A_TERMINAL = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
 
