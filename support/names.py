@@ -676,6 +676,15 @@ def say_divided(names: int, folders: int, splits: Container[str], remedy: str) -
     )
 
 
+@dataclass
+class Folder:
+    """Folders of one name below a root, with what is in them and below."""
+
+    splits: set[str]  # those of its images
+    labels: Counter[str]  # how many images have each label
+    paths: set[Path]  # of each folder of this name
+
+
 def find_divided_folders(files: Iterable[ImageFile], classes: Iterable[str]) -> list[str]:
     """Return a line if folders are divided that are no classes and lie in none.
 
@@ -694,37 +703,42 @@ def find_divided_folders(files: Iterable[ImageFile], classes: Iterable[str]) -> 
         for place in {place for place, _, _ in counts}
     }
     for depth in range(1, 1 + max(map(len, above.values()), default=0)):
-        below = {place: way[:depth] for place, way in above.items() if len(way) >= depth}
-        splits = defaultdict[tuple[str, ...], set[str]](set)
-        for place, split, _ in counts:
-            if place in below:
-                splits[below[place]].add(split)
-        if all(len(of_way) == 1 for of_way in splits.values()):
-            continue
-        labels = defaultdict[tuple[str, ...], Counter[str]](Counter)
-        paths = defaultdict[tuple[str, ...], set[Path]](set)
-        for (place, _, label), n in counts.items():
-            if place in below:
-                labels[below[place]][label] += n
-                paths[below[place]].add(
-                    [place.folder, *place.folder.parents][len(place.way) - depth]
-                )
-        ways = [
-            way
-            for way, of_way in labels.items()
-            if not any(2 * n > sizes[label] > 0 for label, n in of_way.items())
+        at_depth = {place: way[:depth] for place, way in above.items() if len(way) >= depth}
+        folders = [
+            folder
+            for folder in collect_folders(counts, at_depth)
+            if not any(2 * n > sizes[label] > 0 for label, n in folder.labels.items())
         ]
-        divided = [way for way in ways if len(splits[way]) > 1]
-        if len(ways) > 4 and divided and say_the_label([labels[way] for way in ways]):
-            folders = sorted(path for way in divided for path in paths[way])
-            of_all = set[str]().union(*(splits[way] for way in divided))
+        divided = [folder for folder in folders if len(folder.splits) > 1]
+        if len(folders) > 4 and divided and say_the_label([folder.labels for folder in folders]):
+            paths = sorted(path for folder in divided for path in folder.paths)
+            of_all = {split for folder in divided for split in folder.splits}
             return [
-                f"folders of images that are no classes: {sum(len(paths[way]) for way in ways)},"
-                f" such as {' and '.join(str(path) for path in folders[:2])}, and"
-                f" {say_divided(len(divided), len(folders), of_all, GIVE_WHOLE)}; if it is a kind"
+                f"folders of images that are no classes: {sum(len(x.paths) for x in folders)},"
+                f" such as {' and '.join(str(path) for path in paths[:2])}, and"
+                f" {say_divided(len(divided), len(paths), of_all, GIVE_WHOLE)}; if it is a kind"
                 " of images, as a species of a family, or each part is numbered anew, this is well"
             ]
     return []
+
+
+def collect_folders(
+    counts: Mapping[tuple[Place, str, str], int], ways: Mapping[Place, tuple[str, ...]]
+) -> list[Folder]:
+    """Return the folders that the images of some places are in, those of one way as one.
+
+    `counts` has for each place, split and label how many images there are; `ways` has for the
+    places that are asked the way from their root to such a folder.
+    """
+    found = defaultdict[tuple[str, ...], Folder](lambda: Folder(set(), Counter(), set()))
+    for (place, split, label), n in counts.items():
+        if place in ways:
+            way = ways[place]
+            folder = found[way]
+            folder.splits.add(split)
+            folder.labels[label] += n
+            folder.paths.add([place.folder, *place.folder.parents][len(place.way) - len(way)])
+    return [*found.values()]
 
 
 def say_the_label(folders: Collection[Counter[str]]) -> bool:
