@@ -180,10 +180,6 @@ class TrialResult(BaseModel, frozen=True):
         """Its directory below that of the finetune run, such as "lr0.001-s0"."""
         return f"lr{self.lr}-s{self.seed}"
 
-    def __str__(self) -> str:
-        """How it went, in a few words: for the line of progress."""
-        return f"{self.name}  val {self.as_row()['validation']}"
-
     def as_row(self) -> Record:
         """A row of the printed table."""
         val = format_accuracies([self.val.accuracy]) if self.val else "diverged"

@@ -41,12 +41,12 @@ from toy import (
 from typer.testing import CliRunner
 
 import cli
-from bisslight import Log
+from bisslight import Diverged, Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.experiment import set_up_device
 from support.progress import Bars, make_bars, make_track, reading, training
-from support.runs import LOG, READING
+from support.runs import ALL_TRIALS, LOG, READING
 from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
@@ -553,7 +553,7 @@ def test_a_long_label_is_shortened_and_not_the_percent_and_the_time(width: int) 
         now += 60
         bars.update(bar, advance=1)
     (line,) = drawn(bars)
-    assert line.rstrip().endswith(" 50% 0:03:00") and "22/60  loss 0.4" in line and "…" in line
+    assert line.rstrip().endswith(" 50% 0:03:00 left") and "22/60  loss 0.4" in line and "…" in line
 
 
 def drawn(bars: Bars) -> list[str]:
@@ -575,8 +575,11 @@ def test_a_bar_says_how_much_there_is_to_do_before_the_first_unit_has_ended(done
     assert [*make_track(bars, in_lines=False)(units(), 20, "align", done)] == ["loss 1"]
 
 
-def test_a_loop_that_goes_on_with_another_has_its_bar_and_its_time() -> None:
-    """By a clock of the test: two of six units of 60 s, then the third one under another label."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_that_goes_on_has_its_pace_and_units_of_others_count_as_done_alone(
+    fails: bool,
+) -> None:
+    """By a clock of the test: two of nine units of 60 s, two of another process, and one more."""
     now = 0.0
     bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
     track = make_track(bars, in_lines=False)
@@ -585,19 +588,45 @@ def test_a_loop_that_goes_on_with_another_has_its_bar_and_its_time() -> None:
         nonlocal now
         for _ in range(number):
             now += 60
-            yield "val 80 %"
+            yield "loss 1"
+        if fails and number == 2:
+            raise Diverged("as a rate that is too high")
 
-    for _ in track(units(2), 6, "trials to choose the rate"):
-        pass
+    with suppress(Diverged):
+        for _ in track(units(2), 9, "epochs"):
+            pass
+    assert len(drawn(bars)) == (0 if fails else 1)
     told = []
-    for _ in track(units(4), 6, "trials for the result", 2):
+    for _ in track(units(5), 9, "epochs", 4):
         (line,) = drawn(bars)
-        told.append((line.split("  ")[0][2:], line.split()[-1]))
-    assert told[:2] == [
-        ("trials for the result 3/6", "0:03:00"),
-        ("trials for the result 4/6", "0:02:00"),
-    ]
+        told.append((line.split("  ")[0][2:], line.split("% ")[1]))
+    assert told[:2] == [("epochs 5/9", "0:04:00 left"), ("epochs 6/9", "0:03:00 left")]
     assert bars.tasks == []
+
+
+def test_a_loop_through_two_calls_moves_two_bars_and_has_one_line_a_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By a clock of the test: epochs of 60 s of a trial that goes on, the third one of four."""
+    now = 0.0
+    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
+    track = make_track(bars, in_lines=True)
+
+    def epochs() -> Iterator[str]:
+        nonlocal now
+        for k in range(6, 11):
+            now += 60
+            yield f"val {k} %"
+
+    told = []
+    for _ in track(track(epochs(), 10, "lr 0.1 seed 0", 5), 40, ALL_TRIALS, 25):
+        told.append([line.split("  ")[0][2:] + line.split("%")[-1] for line in drawn(bars)])
+    assert told[1] == [
+        "epochs of all trials 27/40 0:13:00 left",
+        "lr 0.1 seed 0 7/10 0:03:00 left",
+    ]
+    lines = [f"lr 0.1 seed 0 {k}/10  val {k} %" for k in range(6, 11)]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_the_bar_of_a_loop_that_fails_is_gone() -> None:
@@ -606,7 +635,7 @@ def test_the_bar_of_a_loop_that_fails_is_gone() -> None:
     with pytest.raises(ZeroDivisionError):
         for _ in make_track(bars, in_lines=False)((1 // k for k in (1, 0)), 9, "lr 1"):
             pass
-    assert bars.tasks == []
+    assert drawn(bars) == []
 
 
 CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]

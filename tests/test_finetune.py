@@ -52,6 +52,7 @@ from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
+from support.runs import Track, untracked
 from support.starts import (
     Start,
     check_settings,
@@ -64,11 +65,11 @@ from support.starts import (
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
 
-def tune(weights: Path, out: Path, **settings: Any) -> FinetuneResult:
+def tune(weights: Path, out: Path, track: Track = untracked, **settings: Any) -> FinetuneResult:
     """A small PEFT run on quilts."""
     given: Any = {"backbone": "vit_mini", "dataset": "few_quilts", "weights": weights, "rank": 4}
     given |= {"epochs": 2, "warmup_epochs": 0, "batch": 40, "seeds": 1, "device": "cpu"}
-    return finetune(FinetuneConfig(**given | settings), out)
+    return finetune(FinetuneConfig(**given | settings), out, track=track)
 
 
 def tensors(out: Path, seed: int) -> dict[str, Tensor]:
@@ -433,17 +434,53 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
 # --- rates and epochs -----------------------------------------------------------------------------
 
 
-def test_the_bars_say_which_trials_choose_the_rate_and_which_are_for_the_result(
+def test_epochs_of_all_trials_are_counted_also_those_before_a_stop(
     weights: Path, tmp_path: Path
 ) -> None:
-    """Two rates with one seed, then the best one with the other seed: one bar of three trials."""
-    two = "--lr 1e-3,1e-2 --seeds 2 --epochs 1"
-    line = finetune_line(weights.parent, f"{two} --out {tmp_path}/f").replace("--quiet", "")
-    said = [text for text in run(line).err.splitlines() if text.startswith("trials")]
-    assert [text.split("  ")[0] for text in said] == [
-        "trials to choose the rate 1/3",
-        "trials to choose the rate 2/3",
-        "trials for the result 3/3",
+    """Two rates with one seed, then the best one with the other: three trials of three epochs.
+
+    The second one diverges; the run is stopped after the second epoch of the third one.
+    """
+    told: list[str] = []
+    settings: Any = {"lr": (1e-3, 1e30), "seeds": 2, "epochs": 3, "optimizer": "sgd"}
+
+    def see(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        told.append(f"{label} from {done} to {total}")
+        for number, item in enumerate(items, done + 1):
+            told.append(f"{label} {number}")
+            yield item
+            if told[-1] == "epochs of all trials 7":
+                HEARD.append(signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        tune(weights, tmp_path, track=see, **settings)
+    HEARD.clear()
+    assert told == [
+        "epochs of all trials from 0 to 9",
+        "trial 1 of 3, lr 0.001 seed 0 from 0 to 3",
+        "trial 1 of 3, lr 0.001 seed 0 1",
+        "epochs of all trials 1",
+        "trial 1 of 3, lr 0.001 seed 0 2",
+        "epochs of all trials 2",
+        "trial 1 of 3, lr 0.001 seed 0 3",
+        "epochs of all trials 3",
+        "epochs of all trials from 3 to 9",
+        "trial 2 of 3, lr 1e+30 seed 0 from 0 to 3",
+        "epochs of all trials from 6 to 9",  # with the three that the second trial was spared
+        "trial 3 of 3, lr 0.001 seed 1 from 0 to 3",
+        "trial 3 of 3, lr 0.001 seed 1 1",
+        "epochs of all trials 7",
+    ]
+    told.clear()
+    tune(weights, tmp_path, track=see, **settings)
+    assert told == [
+        "epochs of all trials from 8 to 9",
+        "trial 3 of 3, lr 0.001 seed 1 from 2 to 3",
+        "trial 3 of 3, lr 0.001 seed 1 3",
+        "epochs of all trials 9",
+        "trials scored on the test images from 0 to 2",
+        "trials scored on the test images 1",
+        "trials scored on the test images 2",
     ]
 
 

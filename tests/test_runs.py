@@ -551,7 +551,7 @@ def test_the_same_command_twice_shares_the_trials(
     assert [finish(process) for process in two] == [ends[number], 0]
     assert same_grid()
     said = "".join(Path(f"said-{i}").read_text() for i in (0, 1))
-    assert len(re.findall(r"seed \d 12/12  loss", said)) == 3  # the last epoch of each trial
+    assert len(re.findall(r"seed \d 12/12  val", said)) == 3  # the last epoch of each trial
     assert said.count("goes on where it stopped") == (number is not None)
     for trial in Path("whole").glob("lr*"):
         assert same(f"{trial.name}/metrics.jsonl", f"{trial.name}/adapter.safetensors")
