@@ -310,7 +310,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     items = ["loss 2.0", Log(6, [1.0, 3.0], *[[0.5]] * 9)]
     with training(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
-    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5"]
+    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5", "this command took 0:00:00"]
     assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
 
 
@@ -368,7 +368,7 @@ def test_a_file_gets_lines_alone_although_colours_are_asked_for(
         assert [*track([1], 1, READING)] == [1]
     with training(quiet=False) as track:
         assert [*track([1], 1, "align")] == [1]
-    assert stream.getvalue() == "a warning\nalign 1/1  1\n"
+    assert stream.getvalue() == "a warning\nalign 1/1  1\nthis command took 0:00:00\n"
 
 
 def in_a_run(line: str) -> None:
@@ -470,7 +470,7 @@ def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> 
     assert re.search(rf"(\n|\x1b\[2K|\x1b\[1A){re.escape(STOPPING)}\r\n", shown)
 
 
-# After a signal, the bars are drawn anew for half a second.
+# After a signal, bars would be drawn anew for half a second.
 TWO_BARS = """
 import time
 from support.processes import HEARD, stop_if_asked
@@ -508,12 +508,27 @@ def lines_on(shown: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_the_answer_to_ctrl_c_stays_above_two_bars() -> None:
+def test_the_answer_to_ctrl_c_stands_in_place_of_two_bars() -> None:
+    """So they do not stay where a second Ctrl-C ends the program at once."""
     call = [sys.executable, "-c", TWO_BARS]
     code, _, shown = on_a_terminal(call, ctrl_c_at="a trial 1/9")
-    assert (code, lines_on(shown)) == (130, [STOPPING])
-    after = shown.partition(STOPPING)[2]
-    assert "all trials" in after and "a trial" in after  # they were drawn anew below it
+    assert (code, lines_on(shown)) == (130, [STOPPING, "finishing a trial 2/9"])
+    assert "all trials" not in shown.partition(STOPPING)[2]
+
+
+def test_a_line_says_how_long_a_run_took_but_not_where_it_was_finished_already(
+    weights: Path,
+) -> None:
+    """Nor in its result."""
+    line = f"finetune {MAE_RUN.format(weights=weights)} --epochs 1 --warmup-epochs 0"
+    line += " --lr 1e-3 --seeds 1 --out r"
+    first, second = run(line), run(line)
+    assert re.search(r"this command took 0:\d\d:\d\d$", first.err.strip())
+    assert "took" not in second.err + first.out + second.out
+    shutil.rmtree("r")
+    for flag in ("--quiet", "--json"):
+        assert "took" not in "".join(map(str, run(f"{line} {flag}")))
+        shutil.rmtree("r")
 
 
 def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -435,13 +436,14 @@ def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> N
 
 
 def test_epochs_of_all_trials_are_counted_also_those_before_a_stop(
-    weights: Path, tmp_path: Path
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two rates with one seed, then the best one with the other: three trials of three epochs.
 
     The second one diverges; the run is stopped after the second epoch of the third one.
     """
     told: list[str] = []
+    caplog.set_level(logging.INFO, "bisslight")
     settings: Any = {"lr": (1e-3, 1e30), "seeds": 2, "epochs": 3, "optimizer": "sgd"}
 
     def see(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
@@ -472,7 +474,10 @@ def test_epochs_of_all_trials_are_counted_also_those_before_a_stop(
         "epochs of all trials 7",
     ]
     told.clear()
+    assert "done already" not in caplog.text
     tune(weights, tmp_path, track=see, **settings)
+    assert f"{tmp_path}: 2 of 3 trials are done already" in caplog.messages
+    assert f"{tmp_path}/lr0.001-s1: goes on after epoch 2" in caplog.messages
     assert told == [
         "epochs of all trials from 8 to 9",
         "trial 3 of 3, lr 0.001 seed 1 from 2 to 3",

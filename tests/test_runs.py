@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -197,6 +198,28 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
         assert [json.loads(line) for line in lines] == [{"step": 1}, {"step": 2, "anew": True}]
         run.finish({})
         assert run.result is not None and 1000 < run.result["cpu_seconds"] < 1100
+
+
+def test_a_run_that_goes_on_says_after_which_unit_or_that_it_starts_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start has saved nothing; the record of step 0 is that of the linear probe."""
+    caplog.set_level(logging.INFO, "bisslight")
+    told = []
+    for steps, saves in [((0, 1), False), ((0,), True), ((1, 2), True), ((3,), False)]:
+        caplog.clear()
+        with open_run(tmp_path, "align", config(), {}) as run:
+            run.restore({}, {})
+            for step in steps:
+                run.log({"step": step})
+            run.save_if_due(due=saves)
+        told.append(caplog.messages)
+    assert told == [
+        [],
+        [f"{tmp_path}: starts over, since nothing had been saved"],
+        [f"{tmp_path}: goes on where it stopped"],
+        [f"{tmp_path}: goes on after alternation 2"],
+    ]
 
 
 def test_a_checkpoint_of_another_version_is_refused_by_name(
@@ -552,7 +575,7 @@ def test_the_same_command_twice_shares_the_trials(
     assert same_grid()
     said = "".join(Path(f"said-{i}").read_text() for i in (0, 1))
     assert len(re.findall(r"seed \d 12/12  val", said)) == 3  # the last epoch of each trial
-    assert said.count("goes on where it stopped") == (number is not None)
+    assert said.count("goes on after epoch") == (number is not None)
     for trial in Path("whole").glob("lr*"):
         assert same(f"{trial.name}/metrics.jsonl", f"{trial.name}/adapter.safetensors")
 
