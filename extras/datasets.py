@@ -17,9 +17,10 @@ from data import (
     find_folder_of_classes,
     find_images,
     in_words,
-    look_at_file,
     overheard,
+    read_all,
     read_folder,
+    read_image,
     say_remedies,
     subfolders,
 )
@@ -102,7 +103,7 @@ def check(
     told = "\n".join(problems)  # as one text, since a problem may be several faults
     problems += [fault for fault in found.faults if fault not in told]
     files = files_to_read(found.images, task)
-    looks, unreadable = read_each(track(files, len(files), READING))
+    looks, unreadable = read_each(files, track)
     problems += unreadable
     copies: list[Copies] = []
     if task:
@@ -218,22 +219,29 @@ def describe_pool(place: Path, pool: Pool, as_pool: bool) -> str:
     return f"a pool, since {why}; {unlabelled}. {labelled}"
 
 
-def read_each(files: Iterable[Path]) -> tuple[dict[Path, Look], list[str]]:
+def read_each(files: Sequence[Path], track: Track) -> tuple[dict[Path, Look], list[str]]:
     """Read image files to their end; return what was found in them, and what is wrong with some.
 
     The first leaves out a file that cannot be read, but not one whose decoder only warns.
     """
+    found, said = read_all(files, lambda looks: track(looks, len(files), READING))
     looks: dict[Path, Look] = {}
     problems: list[str] = []
-    for file in files:
-        with overheard() as said:
-            look = look_at_file(file)
+    for file, look in zip(files, found, strict=True):
         if look.fault:
             problems.append(look.fault)
             continue
         looks[file] = look
-        problems += [f"{file}: its decoder warns ({text})" for text in said]
+        if said:  # This is rare; reading each file alone tells which it was.
+            problems += [f"{file}: its decoder warns ({text})" for text in warnings_of(file)]
     return looks, problems
+
+
+def warnings_of(file: Path) -> list[str]:
+    """Return what decoders warn of in an image file that can be read."""
+    with overheard() as said:
+        read_image(file)
+    return said
 
 
 def check_omniglot(name: str) -> Check:

@@ -398,13 +398,13 @@ def test_a_terminal_gets_lines_whole_and_keeps_its_cursor(
 # One image after the other, each in a twentieth of a second.
 SLOW_EYES = """
 import threading, time
-import data, extras.datasets
+import data
 one_at_a_time = threading.Lock()
 def slow(file, look=data.look_at_file):
     with one_at_a_time:
         time.sleep(0.05)
     return look(file)
-data.look_at_file = extras.datasets.look_at_file = slow
+data.look_at_file = slow
 """
 CHECK = """
 import cli

@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import subprocess
+import sys
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -302,6 +303,33 @@ def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> No
     capfd.readouterr()
     os.write(2, b"still here\n")
     assert capfd.readouterr().err == "still here\n"
+
+
+# The threads of a process, before and after it looks at an image and cuts it.
+COUNT_THREADS = """
+import os
+from pathlib import Path
+from data import Transform, cut_centre, look_at_file, read_image
+def count(): return len(os.listdir("/proc/self/task"))
+before = count()
+look_at_file(Path("photo.jpg"))
+look_at_file(Path("drawing.png"))
+cut_centre(read_image(Path("photo.jpg")), Transform(224, (0.5,) * 3, (0.5,) * 3))
+print(count() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system has no /proc")
+def test_looking_at_an_image_starts_none_of_torchs_threads(tmp_path: Path) -> None:
+    """On 16 cores eight threads of ours would start 128 of torch's, which wait for each other."""
+    Image.new("RGB", (500, 375), "red").save(tmp_path / "photo.jpg")
+    Image.new("RGB", (500, 375), "red").save(tmp_path / "drawing.png")
+    environment = os.environ | {"OMP_NUM_THREADS": "4"}
+    call = [sys.executable, "-c", COUNT_THREADS]
+    outcome = subprocess.run(
+        call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert outcome.stdout == "0\n"
 
 
 def test_crops_in_several_threads_are_those_of_one_and_leave_torchs_generator_as_it_was() -> None:
