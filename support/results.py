@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from config import Record, read_table
 from support.errors import as_read_error
-from support.screen import draw_table, format_accuracies
+from support.screen import count, draw_table, format_accuracies
 
 
 class Score(BaseModel, frozen=True):
@@ -205,7 +205,11 @@ class FinetuneResult(RunResult, frozen=True):
     def __str__(self) -> str:
         """The mean and deviation of the test accuracy, and a table of the trials."""
         accuracies = format_accuracies([test.accuracy for test in self.tests])
-        headline = f"{self.dataset}: test {self.metric} {accuracies} (rate {self.lr:g})"
+        of_seeds = count(len(self.tests), "seed")
+        if len(self.tests) > 1:
+            of_seeds = f"mean ± standard deviation of {of_seeds}"
+        about = f"rate {self.lr:g}; {of_seeds}"
+        headline = f"{self.dataset}: test {self.metric} {accuracies} ({about})"
         losers = [trial for trial in self.tried if trial.lr != self.lr]
         rows = [trial.as_row() for trial in [*losers, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
@@ -242,9 +246,9 @@ def unit_of(trials: Sequence[TrialResult], origin: AdapterInfo) -> str:
     fresh θ.
     """
     if origin.stage is None:
-        return "PEFT seed"
+        return "PEFT"
     if len({trial.start_sha256 for trial in trials}) == 1:
-        return "PEFT seed on one adapter"
+        return "PEFT from one adapter"
     # Go back to the last run before the trials that has another seed for each of them. Fine-tunings
     # in between that all have one seed, such as --seed 0 with each align run, are not done anew.
     anew = origin

@@ -287,16 +287,17 @@ def test_a_path_that_is_not_there_is_not_called_an_unfinished_run() -> None:
 def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_another_arm(
     runs: Path, tmp_path: Path
 ) -> None:
-    """The aligned arm comes first. A run that differs in more, and one that is alone, name none."""
+    """The aligned arm comes first. A run that differs in more, and one that is alone, lack one."""
     for name in ("with", "without"):
         shutil.copytree(runs / name, tmp_path / name)
+    lacks = f"next: to compare it, a run in {tmp_path} that differs in --from alone"
     compare = f"next: bisslight evaluate {tmp_path}/with {tmp_path}/without"
     assert say_next(tmp_path / "with") == say_next(tmp_path / "without") == compare
     config = json.loads((tmp_path / "with/config.json").read_text())
     (tmp_path / "with/config.json").write_text(json.dumps(config | {"batch": 7}))
-    assert say_next(tmp_path / "without") is None
+    assert say_next(tmp_path / "without") == lacks
     shutil.rmtree(tmp_path / "with")
-    assert say_next(tmp_path / "without") is None
+    assert say_next(tmp_path / "without") == lacks
 
 
 # --- progress -----------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def read(path: Path) -> Any:
 def test_the_demo_compares_three_arms_of_ordinary_runs_in_a_picture(made: Made) -> None:
     assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in made.result.arms] == [
         ("aligned", 2, "align run and PEFT"),
-        ("direct", 2, "PEFT seed"),
+        ("direct", 2, "PEFT"),
         ("restart", 2, "PEFT and PEFT anew"),
     ]
     with Image.open(made.out / "demo.png") as picture:
@@ -156,7 +156,7 @@ def test_a_significant_difference_is_told_with_its_number() -> None:
         accuracies = [100 * count / 40 for count in counts]
         arms.append(
             Arm(
-                arm=name, unit="PEFT seed", metric="top-1 accuracy", dataset="omniglot:Greek",
+                arm=name, unit="PEFT", metric="top-1 accuracy", dataset="omniglot:Greek",
                 test_images=40, accuracies=accuracies, counts=counts, cpu_seconds=1,
                 start_cpu_seconds=0, settings={"versions": []},
             )

@@ -123,7 +123,7 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     finished(tmp_path / "arm" / "s2", [70.0])
     finished(tmp_path / "other", [60.0, 61.0])
     arm, other = evaluate([tmp_path / "arm", tmp_path / "other"]).arms
-    assert (arm.arm, arm.unit, arm.mean) == ("arm", "PEFT seed", 71.0)
+    assert (arm.arm, arm.unit, arm.mean) == ("arm", "PEFT", 71.0)
     assert (arm.accuracies, arm.counts) == ([70.0, 72.0], [700, 720])
     assert (arm.first_minus_this, arm.differs, other.differs) == (None, {}, {})
     compared = json.loads(other.model_dump_json())["first_minus_this"]
@@ -172,7 +172,7 @@ def test_the_time_of_a_run_before_is_counted_once(tmp_path: Path) -> None:
         seed = int(run[-1])
         finished(tmp_path / run, [70.0], by="mfac", start=start, before=5.0, seed=seed)
     one, two = (read_arm(tmp_path / name) for name in ("one", "two"))
-    assert (one.cpu_seconds, one.start_cpu_seconds, one.unit) == (16, 5, "PEFT seed on one adapter")
+    assert (one.cpu_seconds, one.start_cpu_seconds, one.unit) == (16, 5, "PEFT from one adapter")
     assert (two.cpu_seconds, two.start_cpu_seconds, two.unit) == (16, 10, "align run and PEFT")
     assert two.as_row()["CPU seconds"] == "16 + 10"
     unknown = read_arm(finished(tmp_path / "unknown", [70.0], by="mfac", before=None))
@@ -303,7 +303,7 @@ def test_what_aligned_arms_differ_in_is_told_in_a_line(tmp_path: Path) -> None:
         arm = finished(tmp_path / name, [70.0], by="mfac", origin=on | origin, versions=versions)
         return str(evaluate([one, arm])).splitlines()[-1]
 
-    seeds = "1 x PEFT seed on one adapter; p counts 2 splits"
+    seeds = "1 seed; done for each: PEFT from one adapter; 2 splits"
     rate = told("rate", d_lr=0.1)
     assert (
         rate
@@ -530,7 +530,8 @@ def test_the_table_of_three_arms_fits_a_terminal(tmp_path: Path) -> None:
     table_and_seeds = [line for line in lines if "(" not in line]  # what arms differ in is longer
     assert max(map(len, table_and_seeds)) <= 80, lines
     assert lines[3].endswith("  64 + 86400") and lines[4].endswith("  +0.0        1.0  64")
-    assert "direct: 8 x PEFT seed; p counts 12,870 splits" in lines
+    assert "direct: 8 seeds; done for each: PEFT; 12,870 splits" in lines
+    assert any(line.startswith("±: the standard deviation over the seeds") for line in lines)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)])

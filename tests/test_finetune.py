@@ -316,13 +316,16 @@ def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
     (code,) = re.findall(r"```python\n(  import json\n.*?)```", guide, re.DOTALL)
     names: dict[str, Any] = {}
     exec(textwrap.dedent(code).replace("OUT/", f"{tmp_path}/f/"), names)
-    confusion, wrong, test = names["confusion"], names["wrong"], names["test"]
+    confusion, test = names["confusion"], names["test"]
+    wrong = [
+        f"{file} taken for {'xyz'[guess]}"
+        for file, guess in zip(test["files"], test["guesses"], strict=True)
+        if Path(file).parent.name != "xyz"[guess]
+    ]
     assert confusion.sum() == 9 and [*confusion.sum(1)] == [3, 3, 3]
     assert np.trace(confusion) == result.tests[0].right == 9 - len(wrong)
     printed = capsys.readouterr().out
-    assert printed == "\n".join(["['x', 'y', 'z']", str(confusion), *wrong, ""])
-    for file, guess in zip(test["files"], test["guesses"], strict=True):
-        assert (Path(file).parent.name != "xyz"[guess]) == (file in wrong)
+    assert printed == "\n".join(["['x', 'y', 'z']", str(confusion), *wrong, ""]) and wrong
     of_classes = [result.by_class[name][0] for name in "xyz"]
     assert of_classes == pytest.approx([100 * confusion[k, k] / 3 for k in range(3)])
 
@@ -572,10 +575,13 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCapture
     assert "--lr" not in caplog.text
     assert choose_rate([ended(1e-3, 0, 66, 0.9), *tried[2:4]]) == 1e-3  # the first of equal ones
     caplog.clear()
-    assert choose_rate(tried[:4]) == 3e-3  # of two rates, each is the lowest or the highest
+    for more in ([], [ended(1e-4, 0, 9)]):  # the higher of two rates, the highest of three
+        caplog.clear()
+        assert choose_rate([*tried[:4], *more]) == 3e-3
+        assert "0.003, is the highest of --lr: add higher ones" in caplog.text
+    caplog.clear()
+    assert choose_rate([ended(1e-3, 0, 70), ended(1e-3, 1, 60)]) == 1e-3  # there is no choice
     assert "--lr" not in caplog.text
-    assert choose_rate([*tried[:4], ended(1e-4, 0, 9)]) == 3e-3  # the highest of three
-    assert "0.003, is the highest of --lr: add higher ones" in caplog.text
     assert choose_rate([*tried[:4], ended(3e-2, 0, 9), ended(1e-3, 2, 99)]) == 1e-3  # the lowest
     assert "0.001, is the lowest of --lr: add lower ones" in caplog.text
     with pytest.raises(RunError, match="--lr"):
@@ -616,7 +622,7 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     assert each.start_cpu_seconds == pytest.approx(sum(costs))
     for place in (aligned / "s2", aligned / "s2/adapter.safetensors"):
         one = tune(weights, tmp_path / place.name, start=place, seeds=2, lr=(1e-2,))
-        assert read_arm(tmp_path / place.name).unit == "PEFT seed on one adapter"
+        assert read_arm(tmp_path / place.name).unit == "PEFT from one adapter"
         assert one.start_cpu_seconds == pytest.approx(costs[0])
         (digest,) = {trial.start_sha256 for trial in one.trials}
         assert digest == sha256(aligned / "s2/adapter.safetensors")
@@ -633,7 +639,7 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
     shutil.copytree(aligned / "s2", tmp_path / "a/s1")
     tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
-    assert read_arm(tmp_path / "two").unit == "PEFT seed on one adapter"
+    assert read_arm(tmp_path / "two").unit == "PEFT from one adapter"
     shutil.copytree(aligned / "s10", tmp_path / "a/s2")
     with pytest.raises(UsageError, match="twice"):
         tune(weights, tmp_path / "three", start=tmp_path / "a", seeds=3, lr=(1e-2,))

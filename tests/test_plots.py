@@ -44,8 +44,11 @@ def test_no_file_is_replaced_by_a_picture(runs: Path, tmp_path: Path) -> None:
         before = file.read_bytes()
         outcome = run(f"evaluate {runs / 'with'} --picture {file}")
         assert outcome.code == 2 and str(file) in outcome.err
-        assert "test images of" in outcome.out  # the table is printed all the same
+        assert outcome.out == ""  # what is refused has no result
         assert file.read_bytes() == before
+    for place, told in (("nowhere/a.png", "no folder"), ("a.txt", "no name of a picture")):
+        said = run(f"evaluate {runs / 'with'} --picture {tmp_path / place}")
+        assert said.code == 2 and said.out == "" and told in said.err
 
 
 def test_the_interval_lies_behind_the_dots_and_the_axis_is_not_cut(runs: Path) -> None:
