@@ -290,7 +290,7 @@ def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_anot
     """The aligned arm comes first. A run that differs in more, and one that is alone, lack one."""
     for name in ("with", "without"):
         shutil.copytree(runs / name, tmp_path / name)
-    lacks = f"next: to compare it, a run in {tmp_path} that differs in --from alone"
+    lacks = f"next: to compare it, make a run in {tmp_path} that differs in --from alone"
     compare = f"next: bisslight evaluate {tmp_path}/with {tmp_path}/without"
     assert say_next(tmp_path / "with") == say_next(tmp_path / "without") == compare
     config = json.loads((tmp_path / "with/config.json").read_text())
