@@ -60,7 +60,7 @@ types: $(VENV)/.test
 
 check: lint types test
 
-demo: $(VENV)/.run  ## align and fine-tune on handwriting, offline, two or three minutes; see runs/demo/demo.png
+demo: $(VENV)/.run  ## align and fine-tune on handwriting, offline, about two minutes on two cores; see runs/demo/demo.png
 	$(BIN)/bisslight demo --out runs/demo
 
 notebooks: $(VENV)/.test  ## run the scripts in examples/ and renew the .ipynb beside them, with outputs
