@@ -16,7 +16,7 @@ from support.adapters import (
     load_adapter,
     name_images,
 )
-from support.errors import UsageError, as_usage_error
+from support.errors import RunError, UsageError, as_usage_error
 from support.experiment import C, Experiment
 from support.files import read_json, sha256
 from support.results import AdapterInfo, are_of_same_images
@@ -88,6 +88,20 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 def read_start(file: Path) -> Start:
     """Read what an adapter file says. Raises UsageError."""
     return Start(file, sha256(file), load_adapter(file).info)
+
+
+def check_start_unchanged(start: Start) -> None:
+    """Refuse (RunError) an adapter that was replaced or removed since the command read it.
+
+    What is trained from it would count as trained from the one before.
+    """
+    if start.file is None:
+        return
+    if not start.file.exists() or sha256(start.file) != start.sha256:
+        raise RunError(
+            f"--from: {start.file} was changed since this run began, so it ends without a result;"
+            " put it back, and the same command goes on, or give another --out"
+        )
 
 
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:

@@ -634,6 +634,47 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     assert moved.start_cpu_seconds is None
 
 
+def test_a_start_that_is_replaced_while_a_run_is_under_way_is_not_trained_from(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """Put back, the same command ends with the numbers of a run that was left alone."""
+    left_alone = tune(weights, tmp_path / "alone", start=aligned / "s2", seeds=2, lr=(1e-2,))
+    start = shutil.copytree(aligned / "s2", tmp_path / "start")
+    settings: Record = {"start": start, "seeds": 2, "lr": (1e-2,)}
+
+    def replace(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Put another align run in the place of the start once an epoch was trained."""
+        for item in items:
+            yield item
+            shutil.copytree(aligned / "s10", start, dirs_exist_ok=True)
+
+    file = start / "adapter.safetensors"
+    with pytest.raises(RunError, match=f"{file} was changed since this run began, .* put it back"):
+        tune(weights, tmp_path / "out", track=replace, **settings)
+    assert not (tmp_path / "out/lr0.01-s1/adapter.safetensors").exists()
+    assert not (tmp_path / "out/result.json").exists()
+    shutil.copytree(aligned / "s2", start, dirs_exist_ok=True)
+    assert without_time(tune(weights, tmp_path / "out", **settings)) == without_time(left_alone)
+
+
+def test_a_start_that_is_replaced_while_images_are_read_is_not_trained_from(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    start = shutil.copytree(folder / "align", tmp_path / "start") / "adapter.safetensors"
+
+    def replace(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Write another θ into the start once an image was read."""
+        for item in items:
+            yield item
+            theta, head, info = load_adapter(folder / "align/adapter.safetensors")
+            start.write_bytes(save_adapter(theta + 1, head, info))
+
+    cfg = FinetuneConfig.from_align(start, epochs=2, warmup_epochs=0, batch=8, seeds=1, lr=(1e-2,))
+    with pytest.raises(RunError, match=f"{start} was changed since this run began"):
+        finetune(cfg, tmp_path / "out", reading=replace)
+    assert not [*(tmp_path / "out").glob("lr*")]
+
+
 def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
     """Copied, of other settings than the first one's, of another rank, of an unfinished run."""
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
