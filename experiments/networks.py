@@ -10,7 +10,7 @@ from torch import Tensor
 from config import FinetuneConfig
 from data import Images, batches, rng
 from lora import Backbone, Phi
-from support.adapters import open_adapter
+from support.adapters import check_same_weights, open_adapter
 from support.errors import UsageError
 from support.experiment import Experiment, open_experiment
 
@@ -44,6 +44,7 @@ def open_networks(
         for digest in ("weights_sha256", "data_sha256"):
             if getattr(info, digest) != experiment.digests[digest]:
                 raise UsageError(f"{run}: was made with other weights or images than {first}")
+        check_same_weights(experiment.networks, info)
         backbone = Backbone(experiment.backbone.vit, cfg.scale)
         head = {key: tensor.to(experiment.device) for key, tensor in phi_D.items()}
         networks.append(Network(name, backbone, theta.to(experiment.device), head))

@@ -40,6 +40,7 @@ class AdapterInfo(BaseModel, frozen=True):
     backbone: Said = None  # such as "vit_b16"
     arch: Record = {}  # sizes of the backbone, see `config.Arch`
     weights_sha256: Said = None  # of the backbone's checkpoint
+    network_sha256: Said = None  # of what a config.json says of it; None: it has none, or not known
     pretext: Said = None  # such as "mae"
     base: Said = None  # which of I-JEPA's two encoders, such as "target_encoder"
     rank: int | None = None

@@ -23,7 +23,8 @@ from support.results import AdapterInfo, are_of_same_images
 
 LOG = logging.getLogger("bisslight")
 # An older adapter does not say these, so they are compared where both adapters do.
-NOT_SAID_BY_OLDER = ("imports_sha256", "pretext_class", "contents_sha256", "pool_contents_sha256")
+NOT_SAID_BY_OLDER = {"imports_sha256", "pretext_class", "contents_sha256", "pool_contents_sha256"}
+NOT_SAID_BY_OLDER |= {"network_sha256"}
 NOT_READ = f"their content is not known, as of more than {MOST_CONTENTS:,} files none is read"
 NOT_KEPT = (
     "is of an older version, which kept no names of images: it is not known whether θ was trained"
@@ -247,6 +248,11 @@ def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]
             if info.weights_sha256 not in (None, experiment.digests["weights_sha256"]):
                 raise ValueError(
                     "was trained on other --weights than this run's; give those, or align again"
+                )
+            if info.network_sha256 not in (None, experiment.networks.network_sha256):
+                raise ValueError(
+                    "was trained on another network: what the config.json of --backbone says of it"
+                    " was changed; put it back, or align again"
                 )
             doubts += check_unseen(info, experiment)
             doubts += doubt_normalisation(experiment.task, info)

@@ -394,6 +394,64 @@ def test_an_export_of_a_run_on_an_export_is_timms_own_network_wherever_that_has_
     done(f"finetune --backbone timm:local-dir:e/timm --dataset few_quilts {peft} --out h")
 
 
+def to_folder(vit: Any, **said: Any) -> Path:
+    """A folder with this network of 32 pixels, for local-dir; its config.json says this, too."""
+    Path("own").mkdir(exist_ok=True)
+    vit.set_input_size((32, 32))
+    save_file(vit.state_dict(), "own/model.safetensors")
+    place = Path("own/config.json")
+    content: Any = {"architecture": NAME, "model_args": {"img_size": 32}, "num_classes": 0}
+    content["pretrained_cfg"] = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    place.write_text(json.dumps(content | said))
+    return place
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"model_args": {"img_size": 32, "num_heads": 4}},
+        {"pretrained_cfg": {"mean": [0.0] * 3, "std": [1.0] * 3}},
+    ],
+)
+def test_a_config_json_that_says_another_network_of_the_same_tensors_is_another_one_everywhere(
+    vit: Any, said: Any
+) -> None:
+    """Four heads have the tensors of two, and mean and std are in no tensor at all."""
+    to_folder(vit)
+    line = f"finetune --backbone timm:local-dir:own --dataset quilts --rank 2 {PEFT_STEPS} --quiet"
+    done(f"{line} --out f")
+    to_pil_image(torch.as_tensor(quilts(0)[1].test.images)[77]).save("image.png")
+    done("predict f image.png")
+    to_folder(vit, **said)
+    changed = "what the config.json there says of the network was changed"
+    for command in ("predict f image.png", "export f --out e"):
+        assert f"--backbone timm:local-dir:own: {changed}" in refusal(command)
+    told = "f: is another run: what config.json says of the network of --backbone was changed;"
+    for more in ("", "--dry-run"):
+        assert told in refusal(f"{line} --seeds 2 --out f {more}")
+        assert "was trained on another network" in refusal(f"{line} --seed 5 --from f {more}")
+    done(f"{line} --out g")
+    assert "config.json of the backbone" in done("evaluate f g")
+    to_folder(vit)
+    done(f"{line} --seeds 2 --out f")
+
+
+def test_runs_of_versions_that_did_not_look_into_a_config_json_go_on(
+    vit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_folder(vit)
+    line = f"finetune --backbone timm:local-dir:own --dataset quilts --rank 2 {PEFT_STEPS} --quiet"
+    with monkeypatch.context() as older:
+        older.setattr(checkpoints, "digest_of_config", lambda *given: None)
+        done(f"{line} --out f")
+    assert "network_sha256" not in json.loads(Path("f/config.json").read_text())
+    done("export f --out e")
+    done(f"{line} --seeds 2 --out f")
+    done(f"{line} --seed 5 --from f --out g")
+    done(f"{line} --out h")
+    assert "config.json of the backbone" not in done("evaluate f h")
+
+
 @pytest.mark.parametrize("revision", ["", "@v1"])
 def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
     vit: Any, revision: str, monkeypatch: pytest.MonkeyPatch
