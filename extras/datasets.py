@@ -87,7 +87,8 @@ def check(
     Raises UsageError if there is no such data set.
     """
     is_labelled = name.startswith("folder:") and not as_pool
-    name = name_or_folder(name)
+    with as_usage_error("data check"):
+        name = name_or_folder(name)
     if as_pool and not name.startswith("folder:"):
         raise UsageError(f"--pool: is for a folder of images; {name} is checked as what it is")
     if name.partition(":")[0] == "omniglot":

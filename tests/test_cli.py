@@ -229,6 +229,14 @@ def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
         (["finetune", "--lr"], "--lr: has no value; give one behind it"),
         (["predict", "run", "photos", "--top"], "--top: has no value; give one behind it"),
         (["align", "--dry-run=yes"], "--dry-run: takes no value; give --dry-run alone"),
+        # as of a shell's variable that is not set: Python takes an empty path for this folder
+        (["finetune", "--from", ""], "error: --from: has no value, as of a shell's variable"),
+        (["finetune", "--weights="], "error: --weights: has no value, as of a shell's variable"),
+        (["pretrain", "--out", "", "--pool", "P"], "--out: has no value, as of a shell's variable"),
+        (["align", "--pool", ""], "--pool: has no value, as of a shell's variable that is not set"),
+        (["predict", "run", ""], "run: has no value, as of a shell's variable that is not set"),
+        (["evaluate", ""], "evaluate: has no value, as of a shell's variable that is not set"),
+        (["data", "check", "folder:"], "folder: has to have a path behind it"),
     ],
 )
 def test_words_that_are_missing_or_parted_by_a_space_are_told_with_what_to_type(

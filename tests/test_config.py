@@ -283,6 +283,10 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         # an empty place is not the folder that one is in
         (AlignConfig, {"dataset": ""}, "--dataset: "),
         (AlignConfig, {"pool": ""}, "--pool: "),
+        (FinetuneConfig, {"dataset": "folder:"}, "--dataset: folder: has to have a path behind it"),
+        (FinetuneConfig, {"start": ""}, "--from: has to be a path, not ''"),
+        (FinetuneConfig, {"weights": ""}, "--weights: has to be a path, not ''"),
+        (AlignConfig, {"data_root": ""}, "--data-root: has to be a path, not ''"),
     ],
 )
 def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None:
