@@ -452,6 +452,31 @@ def test_runs_of_versions_that_did_not_look_into_a_config_json_go_on(
     assert "config.json of the backbone" not in done("evaluate f h")
 
 
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"architecture": "test_vit3"}, r".*, not .*"),
+        ({"model_args": {"num_heads": 4}}, r"blocks\.0\.attn\.num_heads 4, not 2"),
+        ({"model_args": {"act_layer": "relu"}}, r"blocks\.0\.mlp\.act ReLU, not GELU"),
+    ],
+)
+def test_a_config_json_that_says_another_network_than_the_name_does_is_refused(
+    vit: Any, said: Any, named: str
+) -> None:
+    """Its mean and std are taken, so what it says of heads and activations is not passed over."""
+    place = to_folder(vit, **said)
+    beside = settings(weights=place.with_name("model.safetensors"), image_size=32)
+    remedy = rf"give --backbone timm:local-dir:\S+{place.parent} and no --weights"
+    with pytest.raises(
+        UsageError, match=rf"of another network than --backbone timm:{NAME} \({named}\); {remedy}$"
+    ):
+        load(beside)
+    to_folder(vit)
+    assert load(beside).normalisation == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    place.write_text(json.dumps({"model_type": "vit", "num_attention_heads": 4}))  # not of timm
+    load(beside)
+
+
 @pytest.mark.parametrize("revision", ["", "@v1"])
 def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
     vit: Any, revision: str, monkeypatch: pytest.MonkeyPatch
