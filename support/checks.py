@@ -104,13 +104,14 @@ def as_checked(task: Task) -> Task:
     """Return a script's task with the name "own", classes in a list, plain numbers, and new splits.
 
     The splits are new objects, since `decode_once` remembers the images of a split that it has met,
-    and their files may have changed since.
+    and their files may have changed since. Labels are copied, so a script that changes its own
+    later changes no run.
     """
     return task._replace(
         name="own",
-        train=Split(as_stored(task.train.images), task.train.targets),
-        val=Split(as_stored(task.val.images), task.val.targets),
-        test=Split(as_stored(task.test.images), task.test.targets),
+        train=Split(as_stored(task.train.images), task.train.targets.clone()),
+        val=Split(as_stored(task.val.images), task.val.targets.clone()),
+        test=Split(as_stored(task.test.images), task.test.targets.clone()),
         classes=list(task.classes),
         mean=tuple(float(x) for x in task.mean),
         std=tuple(float(x) for x in task.std),

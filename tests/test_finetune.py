@@ -124,6 +124,57 @@ def test_test_images_that_are_replaced_while_a_run_is_under_way_are_not_scored(
     assert without_time(finetune(cfg, out)) == without_time(left_alone)
 
 
+def in_memory(**given: Any) -> FinetuneConfig:
+    """Settings of a small run on images that a script hands over."""
+    steps: Any = {"epochs": 2, "warmup_epochs": 0, "batch": 40, "seeds": 1, "lr": (1e-3,)}
+    return FinetuneConfig(backbone="vit_mini", dataset="own", **steps, **given)
+
+
+def test_images_in_memory_that_are_changed_while_a_run_is_under_way_are_not_scored(
+    weights: Path, tmp_path: Path
+) -> None:
+    """They are mapped from a file. Put back, the same command ends with the numbers of before."""
+    task = quilts.quilts(0)[1]
+    before = torch.as_tensor(task.test.images).numpy().copy()
+    np.save(tmp_path / "test.npy", before)
+    mapped = np.load(tmp_path / "test.npy", mmap_mode="r+")
+    task = task._replace(test=data.Split(torch.from_numpy(mapped), task.test.targets))
+    cfg = in_memory(weights=weights)
+    left_alone = finetune(cfg, tmp_path / "left alone", task=task)
+
+    def change(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Write the images in another order once an epoch was trained."""
+        for item in items:
+            yield item
+            mapped[:] = before[::-1]
+
+    out = tmp_path / "out"
+    with pytest.raises(RunError, match=r"images of test were changed .* put them back"):
+        finetune(cfg, out, track=change, task=task)
+    assert not [*out.glob("*/test.json")] and not (out / "result.json").exists()
+    mapped[:] = before
+    assert without_time(finetune(cfg, out, task=task)) == without_time(left_alone)
+
+
+def test_labels_in_memory_that_are_changed_while_a_run_is_under_way_change_no_number(
+    weights: Path, tmp_path: Path
+) -> None:
+    task = quilts.quilts(0)[1]
+    labels = task.test.targets.clone()
+    task = task._replace(test=data.Split(task.test.images, labels))
+    cfg = in_memory(weights=weights)
+    left_alone = finetune(cfg, tmp_path / "left alone", task=task)
+
+    def change(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Write other labels once an epoch was trained."""
+        for item in items:
+            yield item
+            labels.fill_(1)
+
+    changed = finetune(cfg, tmp_path / "out", track=change, task=task)
+    assert without_time(changed) == without_time(left_alone)
+
+
 # --- what OUT holds -------------------------------------------------------------------------------
 
 
