@@ -14,6 +14,7 @@ from data import (
     Pool,
     Split,
     Task,
+    begin_reading,
     find_folder_of_classes,
     find_images,
     in_words,
@@ -96,6 +97,7 @@ def check(
     place = place_of(name, root)
     if not place.is_dir():
         raise UsageError(f"{name}: {say_no_folder(place)}")
+    begin_reading()
     found = find_images(place)
     pool = Pool(found.images, left_out=found.left_out, unread=found.unread)
     holds, doubts, task, benchmark, problems = open_as_a_run_does(

@@ -22,7 +22,7 @@ import data
 from align import Alignment, batches_left, prepare, probe
 from bisslight import Map, algorithm_1
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
-from data import Pool, Split, Task, digests_of_pool
+from data import Pool, Split, Task, begin_reading, digests_of_pool
 from extras import pretrain
 from finetune import Tuning, choose_rate, make_optimiser, with_earlier
 from finetune import define as define_finetune
@@ -100,6 +100,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path, pool: Pool) -> Record:
     """Return what is particular to a `pretrain` run: device, network, length and time."""
     device = set_up_device(cfg)
     found = {"device": str(device)} | describe_network(cfg.arch(), cfg.pretext)
+    begin_reading()
     look_at_pool(cfg.pool, pool)  # refuses images that cannot be read
     check_directory(out, define("pretrain", cfg, digests_of_pool(pool)), cfg)
     epoch_steps = pretrain.steps_of_epoch(cfg, pool)

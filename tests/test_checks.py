@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from config import AlignConfig, FinetuneConfig
+from config import AlignConfig, FinetuneConfig, PretrainConfig
 from data import (
-    IMAGENET,
     SPLITS,
     ImageError,
     Look,
@@ -29,10 +28,10 @@ from data import (
     check_readable,
     decode_once,
     folder,
-    tell_of_half_images,
 )
 from extras.datasets import check
-from extras.predict import decode_some
+from extras.plan import plan
+from extras.pretrain import pretrain
 from lora import cross_entropy
 from support.benchmarks import open_pool
 from support.checks import (
@@ -598,11 +597,11 @@ def test_of_very_many_images_a_thousand_are_read_and_the_line_says_of_how_many(
     assert told.endswith(f"{kind}: {told_of}")
 
 
-@pytest.mark.parametrize("command", ["finetune", "align", "pretrain", "predict", "check"])
+@pytest.mark.parametrize("command", ["finetune", "align", "pretrain", "plan", "check"])
 def test_a_script_that_takes_half_images_is_told_so_once_by_each_command(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are told where images are opened, which all of these do before they use any."""
+    """Before any is used, also by the second command of a notebook."""
     photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
     file = tmp_path / "cat/0.png"
     file.write_bytes(file.read_bytes()[:-40])
@@ -611,27 +610,30 @@ def test_a_script_that_takes_half_images_is_told_so_once_by_each_command(
         """Read all images as the command does; returns what it finds wrong with them."""
         task, pool = folder(tmp_path, 0), open_pool(f"{tmp_path}", tmp_path)
         labelled: Any = {"backbone": "vit_mini", "dataset": f"folder:{tmp_path}"}
+        small: Any = {"epochs": 1, "warmup_epochs": 0, "batch": 5, "device": "cpu"}
+        cfg = PretrainConfig(backbone="vit_mini", pool=f"{tmp_path}", **small)
         try:
             if command == "finetune":
                 look_at_data(FinetuneConfig(**labelled), task, None)
             elif command == "align":
                 look_at_data(AlignConfig(**labelled), task, pool)
             elif command == "pretrain":
-                look_at_pool(f"{tmp_path}", pool)
-            elif command == "predict":
-                return "".join(decode_some(pool.images, Transform(8, *IMAGENET)).faults)
+                pretrain(cfg, tmp_path.parent / "out")
+            elif command == "plan":
+                plan(cfg, tmp_path.parent / "out")
             else:
                 return "".join(check(f"folder:{tmp_path}", tmp_path).problems)
         except ImageError as error:
             return str(error)
         return ""
 
-    tell_of_half_images.cache_clear()
     assert "cat/0.png" in read() and "LOAD_TRUNCATED" not in caplog.text
     monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
-    assert read() == read() == ""
-    told = "half an image may be taken for a whole one; set it to False"
-    assert caplog.text.count(told) == 1
+    for _ in range(2):
+        caplog.clear()
+        assert read() == ""
+        told = "half an image may be taken for a whole one; set it to False"
+        assert caplog.text.count(told) == 1
 
 
 def test_the_images_that_are_read_of_many_are_spread_over_all(

@@ -280,6 +280,21 @@ def test_each_upload_under_one_name_is_told_of(
         assert "upload.png: is taken as it is, but its decoder warns (it has 2 p" in caplog.text
 
 
+def test_half_images_and_what_a_decoder_warns_of_are_told_by_each_predict(
+    photos: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however many images there are; a notebook asks for several predictions."""
+    monkeypatch.setattr("extras.predict.AT_ONCE", 2)
+    shade = Image.new("L", (32, 32), 80)
+    shade.save("unknown/pages.png", save_all=True, append_images=[Image.new("L", (32, 32))])
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    for _ in range(2):
+        caplog.clear()
+        predict(Path("f"), [Path("unknown")])
+        assert caplog.text.count("half an image may be taken for a whole one") == 1
+        assert caplog.text.count("pages.png: is taken as it is, but its decoder warns") == 1
+
+
 def warnings_of(run: Path, file: str, caplog: pytest.LogCaptureFixture) -> list[str]:
     """What `predict` warns of, without the name of the adapter."""
     caplog.clear()
