@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from config import BENCHMARKS
 from data import (
     MOST_SIZES,
     NO_CLASS,
@@ -318,6 +319,17 @@ def describe(source: Task | Pool) -> list[str]:
     return [*facts, *doubts, *left_out]
 
 
+def say_drawn(task: Task) -> str:
+    """Return which splits of a task were drawn from the images for training.
+
+    >>> import torch
+    >>> split = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 0, 1]))
+    >>> say_drawn(Task("pets", split, split, split, ["pug", "boxer"], drawn=["val"]))
+    'drawn image by image: train, val'
+    """
+    return f"drawn image by image: {', '.join(['train', *task.drawn])}"
+
+
 def look_into(source: Task | Pool) -> Contents:
     """Return the lines of `describe`, those that inform apart from those that raise a doubt."""
     doubts: list[str] = []
@@ -329,8 +341,9 @@ def look_into(source: Task | Pool) -> Contents:
         divided = find_divided(inner)
         facts = [describe_counts(source)]
         if source.drawn:
-            facts.append(f"drawn image by image: {', '.join(['train', *source.drawn])}")
-            if not divided:  # otherwise this is told of the folders that are divided
+            facts.append(say_drawn(source))
+            # Where folders are divided, it is told of them. A benchmark is split as in the paper.
+            if not divided and source.name not in BENCHMARKS:
                 facts[-1] += (
                     ". If several images show one patient, film or object, divide them yourself, as"
                     " docs/guide.md shows"

@@ -58,7 +58,10 @@ class AdapterInfo(BaseModel, frozen=True):
     # The labelled images that θ was trained or chosen on, also before this run, see
     # `support.adapters.name_images`. Result files leave them out.
     seen: frozenset[str] | None = Field(default=None, exclude=True)
-    seen_images: int | None = None  # how many images these are
+    # Those of them that no run trained θ on: validation images, by which its epochs were chosen.
+    # Older adapters do not say which these are.
+    chosen: frozenset[str] | None = Field(default=None, exclude=True)
+    seen_images: int | None = None  # how many images were seen
     # These are set by align alone.
     pool_sha256: Said = None  # of the unlabelled images
     pool_contents_sha256: Said = None  # of all that is in their files
@@ -77,6 +80,13 @@ class AdapterInfo(BaseModel, frozen=True):
     earlier_seeds: list[int] = []  # of the finetune runs that it came from, the first one first
     classes: list[str] = []
     several_classes: bool = False  # whether an image may be of several
+
+    @property
+    def trained(self) -> frozenset[str] | None:
+        """The hashes of the images that θ was trained on, in any of its runs; None: not known."""
+        if self.seen is None or self.chosen is None:
+            return None
+        return self.seen - self.chosen
 
     def seeds_of_runs(self) -> list[int]:
         """Return the seeds of the run and of all runs before it, the last one first.

@@ -1,7 +1,7 @@
 """Program: what fine-tuning starts from: the adapters that --from names, and whether they fit."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from support.adapters import (
     count_known_images,
     find_adapters,
     hash_contents,
+    hashes_of,
     load_adapter,
     name_images,
 )
@@ -202,7 +203,7 @@ def to_compare(info: AdapterInfo) -> AdapterInfo:
     unlike_paper = dict(info.unlike_paper)
     if info.pool_sha256:
         unlike_paper.pop("pool", None)
-    changes: Record = {"versions": None, "seen": None, "seen_images": None}
+    changes: Record = {"versions": None, "seen": None, "chosen": None, "seen_images": None}
     changes["in_memory"] = False  # an older one does not say it; the digest of the images does
     changes["unlike_paper"] = unlike_paper
     if info.data_sha256:
@@ -277,10 +278,17 @@ def check_weights(experiment: Experiment[C], trained_on: AdapterInfo) -> None:
 def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
     """Refuse (ValueError) an adapter, or weights, whose θ was trained on test images of this run.
 
-    Returns sentences on what cannot be known. Nothing is refused if this run has the very images
-    and splits of the adapter's run: that one did not train on its test images, which are those of
-    this run, and has refused a start that had. What it could not know of a start with other images
-    is not known here, either.
+    Returns sentences on validation images that it was trained on, and on what cannot be known.
+    """
+    return check_test_images(info, experiment) + doubt_validation(info, experiment)
+
+
+def check_test_images(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
+    """Refuse (ValueError) a θ that was trained on test images; return what cannot be known.
+
+    Nothing is refused if this run has the very images and splits of the adapter's run: that one did
+    not train on its test images, which are those of this run, and has refused a start that had.
+    What it could not know of a start with other images is not known here, either.
     """
     task, digests = experiment.task, experiment.digests
     stages = [info, *info.stages_before()]
@@ -306,8 +314,6 @@ def check_unseen(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
             " placeholder, has to be removed here"
         )
     doubts = list(seen.doubts)
-    if info.data_seed != experiment.cfg.data_seed:
-        doubts += doubt_validation(task, info)
     if may_share(experiment.cfg, others):
         doubts += doubt_what_is_missing(task, info)
     return doubts
@@ -326,10 +332,11 @@ def splits_of(info: AdapterInfo) -> str:
 def may_share(cfg: AlignConfig | FinetuneConfig, stages: Sequence[AdapterInfo]) -> bool:
     """Whether a run may have images of one of these stages of an adapter, as far as is known.
 
-    Two benchmarks have no image in common. Of a user's own images that is not known.
+    Two benchmarks have no image in common. Of a user's own images, and those are what a folder
+    called imagenet has, too, that is not known.
     """
     names = [cfg.dataset, *(stage.dataset for stage in stages)]
-    return any(name is None or name.startswith(("folder:", "own")) for name in names)
+    return any(name is None or name.startswith(("folder:", "own", "imagenet")) for name in names)
 
 
 def check_data_seed(info: AdapterInfo, cfg: AlignConfig | FinetuneConfig) -> list[str]:
@@ -362,25 +369,57 @@ def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
     ]
 
 
-def doubt_validation(task: Task, info: AdapterInfo) -> list[str]:
-    """Return a sentence if θ was trained or chosen on drawn validation images here, else [].
-
-    An adapter does not say on which of its images θ was trained, and on which its epoch was chosen.
-    So this is asked only where another data seed has drawn the validation images: others are mostly
-    those of the adapter's run.
-    """
-    if "val" not in task.drawn:
-        return []
-    images, _, _ = find_seen(task, info, "val")
+def doubt_validation(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
+    """Return a sentence if θ was trained on validation images of this run, else []."""
+    task = experiment.task
+    if info.trained is None:
+        return doubt_drawn_validation(info, experiment)
+    images = find_validation(task, info.trained)
+    if images:
+        # Not those that this run trains on, too: that its own splits share them is told elsewhere.
+        images = find_validation(task, info.trained - hashes_of(task.train, task.classes))
     if not images:
         return []
-    names = " and ".join(images[:2])
+    remedy = "train θ again without them"
+    if not are_of_same_images(dict(info), experiment.digests):
+        remedy = f"take {splits_of(info)}, or train again"
     return [
-        f"was trained or chosen on {len(images)} of the {len(task.val.targets)} validation images,"
-        f" by content or by {class_and_name(task)}, such as {names}. If it was trained on them, the"
+        f"was trained on {tell_validation(images, task)}. So the validation accuracy is too high,"
+        f" and epochs and rates are chosen by it; {remedy}"
+    ]
+
+
+def doubt_drawn_validation(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
+    """Return a sentence if an older adapter may have been trained on drawn validation images.
+
+    It does not say on which of its images θ was trained, and on which its epoch was chosen. So this
+    is asked only where another data seed has drawn the validation images: others are mostly those
+    of the adapter's run.
+    """
+    task, cfg = experiment.task, experiment.cfg
+    if are_of_same_images(dict(info), experiment.digests) or info.data_seed == cfg.data_seed:
+        return []
+    images = find_validation(task, info.seen or ()) if "val" in task.drawn else []
+    if not images:
+        return []
+    return [
+        f"was trained or chosen on {tell_validation(images, task)}. If it was trained on them, the"
         " validation accuracy is too high, and epochs and rates are chosen by it; take"
         f" {splits_of(info)}"
     ]
+
+
+def find_validation(task: Task, hashes: Collection[str]) -> list[str]:
+    """Find the validation images that have one of these hashes, by name or by content."""
+    return find_seen(task, AdapterInfo(seen=frozenset(hashes)), "val").images
+
+
+def tell_validation(images: Sequence[str], task: Task) -> str:
+    """Return how many validation images these are, of how many, and two of them."""
+    return (
+        f"{len(images)} of the {len(task.val.targets)} validation images, by content or by"
+        f" {class_and_name(task)}, such as {' and '.join(images[:2])}"
+    )
 
 
 def doubt_what_is_missing(task: Task, info: AdapterInfo) -> list[str]:

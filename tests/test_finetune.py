@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import quilts
 import torch
 from conftest import fixture
+from copies import make
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -43,12 +44,14 @@ from finetune import best_epoch, choose_rate, finetune
 from support.adapters import (
     count_training_images,
     find_adapters,
+    know_chosen_images,
     know_training_images,
     load_adapter,
     name_images,
     save_adapter,
     with_seen,
 )
+from support.benchmarks import open_task
 from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
@@ -58,6 +61,7 @@ from support.starts import (
     Start,
     check_settings,
     check_unseen,
+    doubt_validation,
     doubt_what_is_missing,
     find_seen,
     seconds_until,
@@ -960,6 +964,24 @@ def test_a_transfer_between_data_sets_of_two_names_is_not_doubted(tmp_path: Path
     assert (outcome.code, outcome.err) == (0, "")
 
 
+def test_a_folder_called_imagenet_holds_images_of_ones_own(
+    weights: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Under its name as in a folder, renamed and converted images are told to be unknown."""
+    for root, number, ending in (("one", "{}", "png"), ("two", "again-{}", "jpg")):
+        for file in (folder / "images").rglob("*.png"):
+            copy = tmp_path / root / "imagenet/train" / file.parent.name
+            copy.mkdir(parents=True, exist_ok=True)
+            Image.open(file).save(copy / f"{number.format(file.stem)}.{ending}")
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    line += " --dataset imagenet"
+    done(f"{line} --data-root {tmp_path}/one --out {tmp_path}/first")
+    more = f"--data-root {tmp_path}/two --from {tmp_path}/first --seed 5"
+    outcome = run(f"{line} {more} --out {tmp_path}/second")
+    assert outcome.code == 0
+    assert "no image here has the name or content of one that θ was trained on" in outcome.err
+
+
 def with_info(run: Path, **changes: Any) -> None:
     """Change what the adapter of a run says of itself, as in a version without its digest."""
     for result in (run / "result.json", run.parent / "result.json"):
@@ -1417,28 +1439,169 @@ def test_what_a_start_left_in_doubt_is_told_of_each_run_after_it(
             start = out
 
 
+def told_of_validation(said: str) -> list[tuple[int, int]]:
+    """How many validation images θ was trained on, and of how many, in each line that says so."""
+    found = re.findall(r"was trained on (\d+) of the (\d+) validation images, by content or", said)
+    return [(int(some), int(all_of_them)) for some, all_of_them in found]
+
+
 @pytest.mark.parametrize("command", ["align", "finetune"])
 def test_validation_images_that_theta_was_trained_on_are_told(
     command: str, weights: Path, tmp_path: Path
 ) -> None:
-    """The test images are a part of their own, and another seed draws validation images anew."""
+    """The test images are a part of their own, and another seed draws validation images anew.
+
+    With the seed of the start nothing is told: its validation images have only chosen its epoch.
+    """
     pictures(tmp_path / "images/train", "xyz")
     pictures(tmp_path / "images/test", "xyz", shift=15)
     steps = f"{ALIGN_STEPS} --pool quilts" if command == "align" else PEFT_STEPS
     network = f"--backbone vit_mini --weights {weights} --quiet --dataset folder:{tmp_path}/images"
     done(f"{command} {network} {steps} --out {tmp_path}/start")
-    anew = data.folder(tmp_path / "images", 1).val.images
+    trained = {*map(str, data.folder(tmp_path / "images", 0).train.images)}
+    anew = [str(file) for file in data.folder(tmp_path / "images", 1).val.images]
+    known = [file for file in anew if file in trained]
+    assert 0 < len(known) < len(anew)
     tuning = f"finetune --from {tmp_path}/start {network} {PEFT_STEPS} --seed 5"
     again = run(f"{tuning} --data-seed 1 --out {tmp_path}/again")
     assert again.code == 0, again.err
-    n = len(anew)
-    told = (
-        f"--from: was trained or chosen on {n} of the {n} validation images, by content or by class"
-    )
-    assert f"{told} and name, such as {anew[0]} and" in again.err
+    assert told_of_validation(again.err) == [(len(known), len(anew))]
+    assert f"by content or by class and name, such as {known[0]} and {known[1]}." in again.err
     assert "take its data seed, --data-seed 0, and the images" in again.err
     as_before = run(f"{tuning} --out {tmp_path}/as-before")
     assert as_before.code == 0 and "validation images" not in as_before.err
+
+
+@pytest.mark.parametrize("how", ["moved", "taken away"])
+def test_training_images_that_become_validation_images_are_told(
+    how: str, weights: Path, tmp_path: Path
+) -> None:
+    """Two of each class are moved; or val/ is taken away, and others are drawn from train/."""
+    root = tmp_path / "images"
+    numbers = {"train": range(15), "val": range(15, 30), "test": range(30, 45)}
+    photos_in(root, [f"{p}/{kind}/{i}.png" for p in numbers for kind in "xyz" for i in numbers[p]])
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    line += f" --dataset folder:{root}"
+    done(f"{line} --out {tmp_path}/start")
+    told = (6, 3 * 15 + 6)
+    if how == "moved":
+        for kind in "xyz":
+            for number in (3, 7):
+                (root / f"train/{kind}/{number}.png").rename(root / f"val/{kind}/{number}.png")
+    else:
+        shutil.rmtree(root / "val")
+        told = (9, 9)  # a fifth of 15 in each of three classes
+    again = run(f"{line} --from {tmp_path}/start --seed 5 --out {tmp_path}/again")
+    assert again.code == 0 and told_of_validation(again.err) == [told], again.err
+
+
+def test_validation_images_of_a_benchmark_that_theta_was_trained_on_are_told(
+    weights: Path, tmp_path: Path
+) -> None:
+    root = make("cub200", tmp_path).parent
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --partial"
+    line += f" --dataset cub200 --data-root {root}"
+    first = run(f"{line} --out {tmp_path}/start")
+    assert first.code == 0 and "cub200: drawn image by image: train, val\n" in first.err
+    trained = {*open_task("cub200", 0, root, partial=True).train.images}
+    val = open_task("cub200", 1, root, partial=True).val.images
+    known = [image for image in val if image in trained]
+    assert known
+    again = run(f"{line} --from {tmp_path}/start --seed 5 --data-seed 1 --out {tmp_path}/again")
+    assert again.code == 0, again.err
+    assert told_of_validation(again.err) == [(len(known), len(val))]
+    as_before = run(f"{line} --from {tmp_path}/start --seed 5 --out {tmp_path}/as-before")
+    assert as_before.code == 0 and "validation images" not in as_before.err
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_validation_images_that_a_script_took_from_those_for_training_are_told(
+    in_memory: bool, weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The script divides anew: 4 of the 10 validation images were for training before."""
+    names = [f"{'cat' if i % 2 else 'dog'}/{i}.png" for i in range(40)]
+    photos_in(tmp_path, names)
+    labels = torch.tensor([i % 2 for i in range(40)])
+    pixels = torch.rand(40, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def part(numbers: Sequence[int]) -> data.Split:
+        chosen = [*numbers]
+        files = [tmp_path / names[i] for i in chosen]
+        return data.Split(pixels[chosen] if in_memory else files, labels[chosen])
+
+    def task(val: Sequence[int], train: Sequence[int]) -> data.Task:
+        return data.Task("own", part(train), part(val), part(range(30, 40)), ["dog", "cat"])
+
+    cfg = FinetuneConfig(
+        backbone="vit_mini", dataset="own", weights=weights, epochs=2, warmup_epochs=0, batch=8,
+        seeds=1, lr=(1e-2,),
+    )  # fmt: skip
+    finetune(cfg, tmp_path / "start", task=task(range(10), range(10, 30)))
+    again = cfg.replace(start=tmp_path / "start", seed=5)
+    finetune(again, tmp_path / "same", task=task(range(10), range(10, 30)))
+    assert told_of_validation(caplog.text) == []
+    finetune(again, tmp_path / "again", task=task(range(4, 14), [*range(4), *range(14, 30)]))
+    assert told_of_validation(caplog.text) == [(4, 10)]
+    assert "take the splits that its script handed over, or train again" in caplog.text
+
+
+def test_validation_images_are_told_again_in_each_run_of_a_chain(
+    weights: Path, tmp_path: Path
+) -> None:
+    """The first run trained on them; its successors have the images and splits of each other."""
+    pictures(tmp_path / "images/train", "xyz")
+    pictures(tmp_path / "images/test", "xyz", shift=15)
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    line += f" --dataset folder:{tmp_path}/images"
+    done(f"{line} --data-seed 1 --out {tmp_path}/first")
+    trained = {*data.folder(tmp_path / "images", 1).train.images}
+    val = data.folder(tmp_path / "images", 0).val.images
+    start = "first"
+    for seed, remedy in ((5, "take its data seed, --data-seed 1"), (6, "train θ again without")):
+        more = f"--data-seed 0 --seed {seed} --from {tmp_path}/{start} --out {tmp_path}/s{seed}"
+        outcome = run(f"{line} {more}")
+        assert outcome.code == 0, outcome.err
+        assert told_of_validation(outcome.err) == [(len(trained & {*val}), len(val))]
+        assert remedy in outcome.err
+        start = f"s{seed}"
+
+
+def test_an_older_adapter_may_have_been_trained_on_images_that_only_chose_it(
+    weights: Path, tmp_path: Path
+) -> None:
+    """It does not say which images were for validation; neither does what comes of it."""
+    pictures(tmp_path / "images/train", "xyz")
+    pictures(tmp_path / "images/test", "xyz", shift=15)
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    line += f" --dataset folder:{tmp_path}/images"
+    done(f"{line} --out {tmp_path}/start")
+    with_info(tmp_path / "start/lr0.01-s0", chosen=None)
+    n = len(data.folder(tmp_path / "images", 1).val.targets)
+    for seed, data_seed, start in ((5, 0, "start"), (6, 1, "s5"), (7, 0, "s5")):
+        more = f"--data-seed {data_seed} --seed {seed} --out {tmp_path}/s{seed}"
+        outcome = run(f"{line} --from {tmp_path}/{start} {more}")
+        assert outcome.code == 0, outcome.err
+        told = f"was trained or chosen on {n} of the {n} validation images, by content or by"
+        assert (told in outcome.err) == (data_seed == 1), outcome.err
+        assert told_of_validation(outcome.err) == []
+
+
+def test_a_picture_that_training_and_validation_share_is_no_news_of_a_restart(
+    tmp_path: Path,
+) -> None:
+    """It is told of the splits themselves. Of a run that does not train on it, it is told here."""
+    parts = {"train/cat": range(6), "val/cat": range(6, 8), "test/cat": range(8, 10)}
+    task = write_parts(tmp_path / "images", parts)
+    copy = Path(task.val.images[0])
+    shutil.copy(Path(task.train.images[0]), copy)
+    info = AdapterInfo(seen=know_training_images(task), chosen=know_chosen_images(task))
+    experiment: Any = SimpleNamespace(task=task, digests={})
+    assert doubt_validation(info, experiment) == []
+    first = slice(1, None)
+    rest = data.Split(task.train.images[first], task.train.targets[first])
+    without: Any = SimpleNamespace(task=task._replace(train=rest), digests={})
+    (doubt,) = doubt_validation(info, without)
+    assert told_of_validation(doubt) == [(1, 2)] and str(copy) in doubt
 
 
 def test_pictures_of_the_same_names_with_another_content_count_as_further_ones(
@@ -1468,6 +1631,7 @@ def test_weights_that_were_exported_twice_tell_of_the_images_of_both_trainings(
                 stage="finetune",
                 dataset="own",
                 seen=know_training_images(task),
+                chosen=know_chosen_images(task),
                 seen_images=count_training_images(task),
                 data_sha256=data.fingerprint(task),
                 origin=AdapterInfo(),
@@ -1490,6 +1654,12 @@ def test_weights_that_were_exported_twice_tell_of_the_images_of_both_trainings(
     )
     assert check_unseen(exported, tested_again)[0].startswith("10 of the 20 images")
     assert check_unseen(read_back(describe_training(two, None)), tested_again) == []
+    # Of the images that θ was trained on first, two are validated here.
+    trained = data.Split(kept[2:4], torch.zeros(2, dtype=torch.int64))
+    validated: Any = SimpleNamespace(
+        task=tested_again.task._replace(val=trained), cfg=tested_again.cfg, digests={}
+    )
+    assert told_of_validation(check_unseen(exported, validated)[-1]) == [(2, 2)]
     # An export of an older version does not say how many images there were.
     unknown = describe_training(two, before.model_copy(update={"seen_images": None}))
     assert doubt_what_is_missing(new, unknown)[0].startswith("8 of an unknown number of images")
