@@ -276,6 +276,17 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     assert evaluate([first, unlike]).arms[1].differs == found[1].differs
 
 
+def test_what_is_done_with_vocs_difficult_objects_is_told_of_runs_on_voc07_alone(
+    tmp_path: Path,
+) -> None:
+    for dataset, told in (("voc07", {"voc_difficult"}), ("own", set())):
+        of_arms: Any = [{"dataset": dataset, "voc_difficult": x} for x in ("ignore", "positive")]
+        one, two = (
+            finished(tmp_path / dataset / arm["voc_difficult"], [70.0], **arm) for arm in of_arms
+        )
+        assert evaluate([one, two]).arms[1].differs.keys() == told
+
+
 def test_a_size_that_was_typed_is_no_difference_where_the_weights_are_the_same(
     tmp_path: Path,
 ) -> None:

@@ -712,6 +712,21 @@ def test_a_run_among_the_labelled_images_is_refused(tmp_path: Path) -> None:
     check_directory(tmp_path.parent / "beside it", {}, cfg)
 
 
+def test_a_run_among_the_images_of_imagenet_is_refused(tmp_path: Path) -> None:
+    """A run beside train would be a part of the data set; a pool is the images in train alone."""
+    labelled = FinetuneConfig(backbone="vit_mini", dataset="imagenet", data_root=tmp_path)
+    unlabelled = PretrainConfig(backbone="vit_mini", pool="imagenet", data_root=tmp_path)
+    told = "lies among the images of --{} imagenet, where"
+    with pytest.raises(UsageError, match=told.format("dataset")):
+        check_directory(tmp_path / "imagenet/runs", {}, labelled)
+    with pytest.raises(UsageError, match=told.format("pool")):
+        check_directory(tmp_path / "imagenet/train/runs", {}, unlabelled)
+    check_directory(tmp_path / "imagenet/runs", {}, unlabelled)
+    handwriting = FinetuneConfig(backbone="vit_mini", dataset="omniglot:Greek")
+    check_directory(Path("Greek/runs").absolute(), {}, handwriting)  # this is no folder
+    check_directory(tmp_path / "runs", {}, labelled)
+
+
 def test_a_run_in_its_pool_is_refused(tmp_path: Path) -> None:
     """A picture in it would be an image of the pool, the next time."""
     pool = f"folder:{tmp_path}"
