@@ -23,6 +23,7 @@ import cli
 from config import BACKBONES, AlignConfig, Arch
 from data import rng
 from lora import init_head, init_norm
+from mae import positions
 from support.adapters import AdapterInfo, load_adapter, save_adapter
 from support.checkpoints import (
     OFFICIAL_FILES,
@@ -171,6 +172,22 @@ def test_a_network_is_found_in_what_programs_save_around_it(tmp_path: Path, prog
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert "decoder_pos_embed" not in dict(loaded.head.named_parameters())  # it is not trained
+
+
+def test_a_network_for_images_that_are_no_squares_is_told(tmp_path: Path, caplog: Any) -> None:
+    """16 patches are those of 4 x 4, but may lie as 8 x 2. Rounded to 16 bits they are the same."""
+    state = official_layout("vit_mini")
+    square = positions(48, 16)
+    long = positions(48, 64)[:, 1:].view(8, 8, 48)[:, :2].reshape(1, 16, 48)
+    state["decoder_pos_embed"] = square.bfloat16()
+    torch.save({"model": state}, tmp_path / "square.pth")
+    load(weights=tmp_path / "square.pth")
+    assert caplog.messages == []
+    state["decoder_pos_embed"] = torch.cat([square[:, :1], long], 1)
+    torch.save({"model": state}, tmp_path / "long.pth")
+    load(weights=tmp_path / "long.pth")
+    (told,) = caplog.messages
+    assert told.startswith(f"--weights {tmp_path}/long.pth: the positions of its decoder are not")
 
 
 @pytest.mark.parametrize("file", ["w.pth", "w.safetensors", "old.pth", "ijepa.pth.tar"])

@@ -14,6 +14,7 @@ from toy import ALIGN_SETTINGS, ROOT, align_line, align_settings, done
 from align import align
 from config import AlignConfig, FinetuneConfig
 from data import Look, Pool, Split, Task, decode_once
+from extras.export import export
 from support import experiment
 from support.adapters import load_adapter
 from support.errors import UsageError
@@ -211,5 +212,7 @@ def test_another_default_type_of_a_script_is_refused_in_a_line(
             UsageError, match=r"is torch.float64, .*set_default_dtype\(torch.float32"
         ):
             align(cfg, tmp_path / "a")
+        with pytest.raises(UsageError, match=r"is torch.float64, "):
+            export(tmp_path / "a")
     finally:
         torch.set_default_dtype(torch.float32)
