@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -159,11 +159,12 @@ def plan_finetune(
     found |= describe_weights(cfg, weights, networks)
     found |= describe_network(networks.arch, cfg.pretext)
     found["length"] = describe_length(cfg, len(experiment.task.train.targets))
-    trials, tests = what_is_left(cfg, out)
+    trials, tests, is_known = what_is_left(cfg, out)
     if trials + tests == 0 and is_finished(out):
         return found | {"about": NOTHING_LEFT}
     if trials < count_trials(cfg):
-        found["length"] += f"; {trials} of them {'is' if trials == 1 else 'are'} left"
+        most = "" if is_known else "at most "
+        found["length"] += f"; {most}{trials} of them {'is' if trials == 1 else 'are'} left"
     if not has_weights and is_too_large(count_numbers(networks.backbone), experiment.device):
         return found | {"about": not_tried("random weights")}
     return found | estimate_finetune(experiment, trials, tests, has_weights)
@@ -435,7 +436,15 @@ def count_trials(cfg: FinetuneConfig) -> int:
     return len(cfg.lr) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
 
 
-def what_is_left(cfg: FinetuneConfig, out: Path) -> tuple[int, int]:
+class Left(NamedTuple):
+    """What is left of a finetune run to do."""
+
+    trials: int  # to be trained
+    tests: int  # of the best rate's trials
+    is_known: bool  # False: at most so many trials, as it is not known which rate is the best
+
+
+def what_is_left(cfg: FinetuneConfig, out: Path) -> Left:
     """Return how many trials, and how many tests of the best rate's trials, `out` lacks.
 
     Before all rates are tried, the best one is not known; then it is taken to be the one that lacks
@@ -455,9 +464,10 @@ def what_is_left(cfg: FinetuneConfig, out: Path) -> tuple[int, int]:
     may_be_best = list(cfg.lr)
     if has_grid and left_in_grid == 0:
         may_be_best = [choose_rate(read_grid(cfg.lr, grid_seeds, out))]
-    left_later = max(count_missing(rate, later_seeds, "result.json") for rate in may_be_best)
+    left_later = [count_missing(rate, later_seeds, "result.json") for rate in may_be_best]
     tests = max(count_missing(rate, seeds, "test.json") for rate in may_be_best)
-    return left_in_grid + left_later, tests
+    is_known = len({*left_later}) == 1
+    return Left(left_in_grid + max(left_later), tests, is_known)
 
 
 def read_grid(rates: Iterable[float], seeds: Iterable[int], out: Path) -> list[TrialResult]:

@@ -321,14 +321,14 @@ def test_trials_that_are_there_are_not_counted_again(runs: Path, tmp_path: Path)
     cfg = FinetuneConfig(
         backbone="vit_mini", dataset="dtd", weights=Path("w"), lr=rates, seeds=2, warmup_epochs=0
     )
-    assert what_is_left(cfg, tmp_path / "new") == (3, 2)
-    assert what_is_left(cfg, out) == (0, 0)
-    assert what_is_left(cfg.replace(seeds=5), out) == (3, 3)
+    assert what_is_left(cfg, tmp_path / "new") == (3, 2, True)
+    assert what_is_left(cfg, out) == (0, 0, True)
+    assert what_is_left(cfg.replace(seeds=5), out) == (3, 3, True)
     (out / f"lr{best}-s1/result.json").unlink()
     (out / f"lr{best}-s1/test.json").unlink()
-    assert what_is_left(cfg, out) == (1, 1)
+    assert what_is_left(cfg, out) == (1, 1, True)
     (out / f"lr{best}-s0/result.json").unlink()  # now either rate may be the best
-    assert what_is_left(cfg, out) == (2, 2)
+    assert what_is_left(cfg, out) == (2, 2, True)  # neither has its other trial
 
 
 def test_a_finished_run_has_nothing_left_to_do(runs: Path, weights: Path) -> None:
@@ -339,7 +339,9 @@ def test_a_finished_run_has_nothing_left_to_do(runs: Path, weights: Path) -> Non
     assert "3 trials" in said and "2 rates with seed 0" in said  # with all that is there
     assert "nothing is left to do" in said
     assert "1 of them is left" in done(f"{line} --seeds 3")
-    assert "2 of them are left" in done(f"{line} --seeds 4")
+    assert "; 2 of them are left" in done(f"{line} --seeds 4")
+    # A third rate is tried with seed 0. If it is the best one, it lacks seeds 1 and 2, else one.
+    assert "; at most 3 of them are left" in done(f"{line} --lr 3e-3 --seeds 3")
 
 
 PRETRAIN = f"pretrain --backbone vit_mini --pool pool {PRETRAIN_STEPS} --quiet"

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 from quilts import quilts
-from toy import PRETRAIN_STEPS, read_records, run
+from toy import PRETRAIN_STEPS, photos_in, read_records, run
 
 from config import BACKBONES, OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig
 from data import Pool
 from extras.pretrain import PretrainResult, make_optimiser, pretrain
 from support.benchmarks import INK
 from support.checkpoints import find_weights, load_backbone
-from support.errors import UsageError
+from support.errors import RunError, UsageError
 from support.experiment import open_experiment
 from support.processes import HEARD, Stopped
 
@@ -65,6 +65,31 @@ def test_an_epoch_has_full_batches_only_and_at_least_one(
         with pytest.raises(InterruptedError) as seen:
             pretrain(config(batch=10, epochs=7), tmp_path / "p", pool=pool)
         assert seen.value.args == (7 * epoch, epoch)
+
+
+def test_a_pool_that_is_changed_while_pretraining_is_under_way_ends_it_without_a_result(
+    tmp_path: Path,
+) -> None:
+    """Put back, the same command ends with the weights of a run that was left alone."""
+    photos_in(tmp_path / "pool", [f"{i}.png" for i in range(8)])
+    cfg = config(pool=f"folder:{tmp_path}/pool", batch=4, epochs=2, warmup_epochs=0)
+    pretrain(cfg, tmp_path / "alone")
+    first = tmp_path / "pool/0.png"
+    before = first.read_bytes()
+
+    def replace(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
+        """Replace an image once an epoch was trained."""
+        for item in items:
+            yield item
+            photos_in(first.parent, [first.name], seed=1)
+
+    out = tmp_path / "out"
+    with pytest.raises(RunError, match=f"images of pool were changed .* such as {first}, so it"):
+        pretrain(cfg, out, track=replace)
+    assert not (out / "backbone.pth").exists() and not (out / "result.json").exists()
+    first.write_bytes(before)
+    pretrain(cfg, out)
+    assert (out / "backbone.pth").read_bytes() == (tmp_path / "alone/backbone.pth").read_bytes()
 
 
 @pytest.mark.parametrize(
