@@ -45,7 +45,7 @@ from bisslight import Diverged, Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.experiment import set_up_device
-from support.progress import Bars, make_bars, make_track, reading, training
+from support.progress import Bars, make_bars, make_track, reading, say_time_left, training
 from support.runs import ALL_TRIALS, LOG, READING
 from support.screen import print_line, showing
 
@@ -298,14 +298,15 @@ def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_anot
     """The aligned arm comes first. A run that differs in more, and one that is alone, lack one."""
     for name in ("with", "without"):
         shutil.copytree(runs / name, tmp_path / name)
-    lacks = f"next: to compare it, make a run in {tmp_path} that differs in --from alone"
+    lacks = "next: to compare, the same fine-tuning with --from and a run of align"
     compare = f"next: bisslight evaluate {tmp_path}/with {tmp_path}/without"
     assert say_next(tmp_path / "with") == say_next(tmp_path / "without") == compare
     config = json.loads((tmp_path / "with/config.json").read_text())
     (tmp_path / "with/config.json").write_text(json.dumps(config | {"batch": 7}))
-    assert say_next(tmp_path / "without") == lacks
+    assert say_next(tmp_path / "without").startswith(lacks)
+    assert say_next(tmp_path / "with").startswith("next: to compare, the same fine-tuning without")
     shutil.rmtree(tmp_path / "with")
-    assert say_next(tmp_path / "without") == lacks
+    assert say_next(tmp_path / "without").startswith(lacks)
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -320,7 +321,8 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     with training(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
     lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5", "this command took 0:00:00"]
-    assert capsys.readouterr().err.splitlines() == ([] if quiet else lines)
+    said = re.sub(r"  \d:\d\d:\d\d left", "", capsys.readouterr().err)
+    assert said.splitlines() == ([] if quiet else lines)
 
 
 class Terminal(io.StringIO):
@@ -429,8 +431,8 @@ with training(quiet=False) as track:
 
 
 STOPPING = (
-    "stopping once this epoch or alternation is saved; Ctrl-C ends now, and what is not saved"
-    " has to be done again"
+    "stopping once this epoch or alternation is saved; Ctrl-C again ends at once, and what is"
+    " not saved has to be done again"
 )
 ON_A_TERMINAL = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
 
@@ -555,6 +557,20 @@ def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:
     assert len({*signs}) == 3 and len({line[1:] for line in shown}) == 1
 
 
+def test_a_line_says_how_long_the_loop_around_the_others_takes() -> None:
+    """By a clock of the test: 60 s a unit, of which it has 4 left, and the one inside of it 1."""
+    now = 0.0
+    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
+    bars.add_task("opening", visible=False)
+    loops = [bars.add_task("all", total=6), bars.add_task("trial", total=3)]
+    assert say_time_left(bars.tasks) == ""  # it is not known yet
+    for _ in range(2):
+        now += 60
+        for loop in loops:
+            bars.advance(loop)
+    assert say_time_left(bars.tasks) == "  0:04:00 left"
+
+
 def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
     """By a clock of the test: after each of the first units of 60 s, 60 s for each that is left."""
     now = 0.0
@@ -649,7 +665,9 @@ def test_a_loop_through_two_calls_moves_two_bars_and_has_one_line_a_unit(
         "epochs of all trials 27/40 0:13:00 left",
         "lr 0.1 seed 0 7/10 0:03:00 left",
     ]
-    lines = [f"lr 0.1 seed 0 {k}/10  val {k} %" for k in range(6, 11)]
+    # Of all trials, once two of their epochs are done; the one of the line is not yet counted.
+    left = ["", "", "  0:13:00 left", "  0:12:00 left", "  0:11:00 left"]
+    lines = [f"lr 0.1 seed 0 {k}/10  val {k} %{left[k - 6]}" for k in range(6, 11)]
     assert capsys.readouterr().err.splitlines() == lines
 
 
@@ -718,6 +736,27 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
     assert process.returncode == code, rest
     assert "Traceback" not in rest and "\x1b" not in rest
     assert re.search(r"r: stopped and saved after alternation \d+; ", rest.splitlines()[-1])
+    assert Path("r/checkpoint.pt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_where_ctrl_c_has_ended_the_program_that_reads_its_lines(
+    weights: Path,
+) -> None:
+    """As `tee`, in `bisslight align ... 2>&1 | tee log`: a terminal sends Ctrl-C to both."""
+    line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
+    program = [*PROGRAM, *line.format(weights=weights).split()]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        program, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=OUTSIDE, preexec_fn=heard
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("align 1/100  loss "):
+            assert process.poll() is None
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
     assert Path("r/checkpoint.pt").exists()
 
 
