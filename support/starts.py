@@ -323,10 +323,10 @@ def splits_of(info: AdapterInfo) -> str:
     """Return what to take so that the splits are those of an adapter's run."""
     if info.dataset == "own":  # no seed of the program has split them
         return "the splits that its script handed over"
-    return (
-        f"its data seed, --data-seed {info.data_seed}, and the images of {info.dataset}, or of a"
-        " run before it, as they were"
-    )
+    seed = f"its data seed, --data-seed {info.data_seed}"
+    if info.dataset in ("cub200", "pets"):  # an adapter does not say which of both it was
+        seed += ", or its --split-file"
+    return f"{seed}, and the images of {info.dataset}, or of a run before it, as they were"
 
 
 def may_share(cfg: AlignConfig | FinetuneConfig, stages: Sequence[AdapterInfo]) -> bool:

@@ -51,7 +51,7 @@ from support.adapters import (
     save_adapter,
     with_seen,
 )
-from support.benchmarks import open_task
+from support.benchmarks import BENCHMARKS, open_task
 from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
@@ -1495,20 +1495,31 @@ def test_training_images_that_become_validation_images_are_told(
     assert again.code == 0 and told_of_validation(again.err) == [told], again.err
 
 
+@pytest.mark.parametrize("drawn", [True, False])
 def test_validation_images_of_a_benchmark_that_theta_was_trained_on_are_told(
-    weights: Path, tmp_path: Path
+    drawn: bool, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are drawn by another seed, or a --split-file names others than were drawn."""
     root = make("cub200", tmp_path).parent
-    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --partial"
+    small = BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4))
+    monkeypatch.setitem(BENCHMARKS, "cub200", small)
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights}"
     line += f" --dataset cub200 --data-root {root}"
     first = run(f"{line} --out {tmp_path}/start")
     assert first.code == 0 and "cub200: drawn image by image: train, val\n" in first.err
-    trained = {*open_task("cub200", 0, root, partial=True).train.images}
-    val = open_task("cub200", 1, root, partial=True).val.images
+    trained = {*open_task("cub200", 0, root).train.images}
+    more, given = "--data-seed 1", None
+    if not drawn:
+        given = tmp_path / "positions.txt"
+        given.write_text("1\n8\n")
+        more = f"--split-file {given}"
+    val = open_task("cub200", 1, root, split_file=given).val.images
     known = [image for image in val if image in trained]
     assert known
-    again = run(f"{line} --from {tmp_path}/start --seed 5 --data-seed 1 --out {tmp_path}/again")
+    again = run(f"{line} --from {tmp_path}/start --seed 5 {more} --out {tmp_path}/again")
     assert again.code == 0, again.err
+    assert "take its data seed, --data-seed 0, or its --split-file, and the images" in again.err
+    assert ("drawn image by image" in again.err) == drawn
     assert told_of_validation(again.err) == [(len(known), len(val))]
     as_before = run(f"{line} --from {tmp_path}/start --seed 5 --out {tmp_path}/as-before")
     assert as_before.code == 0 and "validation images" not in as_before.err
