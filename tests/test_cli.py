@@ -523,7 +523,8 @@ def test_the_answer_to_ctrl_c_stands_in_place_of_two_bars() -> None:
     """So they do not stay where a second Ctrl-C ends the program at once."""
     call = [sys.executable, "-c", TWO_BARS]
     code, _, shown = on_a_terminal(call, ctrl_c_at="a trial 1/9")
-    assert (code, lines_on(shown)) == (130, [STOPPING, "finishing a trial 2/9"])
+    end = "stopped; the same command goes on"
+    assert (code, lines_on(shown)) == (130, [STOPPING, "finishing a trial 2/9", end])
     assert "all trials" not in shown.partition(STOPPING)[2]
 
 
@@ -666,7 +667,7 @@ def test_a_loop_through_two_calls_moves_two_bars_and_has_one_line_a_unit(
         "lr 0.1 seed 0 7/10 0:03:00 left",
     ]
     # Of all trials, once two of their epochs are done; the one of the line is not yet counted.
-    left = ["", "", "  0:13:00 left", "  0:12:00 left", "  0:11:00 left"]
+    left = ["", "", *(f"  0:{minutes}:00 left of all trials" for minutes in (13, 12, 11))]
     lines = [f"lr 0.1 seed 0 {k}/10  val {k} %{left[k - 6]}" for k in range(6, 11)]
     assert capsys.readouterr().err.splitlines() == lines
 
