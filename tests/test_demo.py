@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,19 +175,18 @@ def test_a_folder_of_something_else_is_no_place_for_the_demo(tmp_path: Path) -> 
 
 
 def test_the_figures_of_the_readme_are_those_of_the_recorded_run() -> None:
-    """Means of four seeds, at the epoch that validation chose and after the last one."""
+    """Means of four seeds, at the epoch that validation chose."""
     at_chosen = defaultdict[str, list[float]](list)
-    at_last = defaultdict[str, list[float]](list)
     with (ROOT / "experiments/demo.csv").open() as file:
         for row in csv.DictReader(file):
             at_chosen[row["arm"]].append(float(row["test at the chosen epoch"]))
-            at_last[row["arm"]].append(float(row["test at the last epoch"]))
-    section = (ROOT / "README.md").read_text().split("## See it work")[1].split("\n## ")[0]
-    for of_arms in (at_chosen, at_last):
-        assert [len(values) for values in of_arms.values()] == [4, 4, 4]
-        figures = [f"{fmean(of_arms[name]):.1f}" for name in demo.ARMS]
-        in_turn = ".{0,20}".join(re.escape(figure) for figure in figures)
-        assert re.search(in_turn, section, re.DOTALL), figures
+    assert [len(values) for values in at_chosen.values()] == [4, 4, 4]
+    aligned, direct, restart = (f"{fmean(at_chosen[name]):.1f}" for name in demo.ARMS)
+    words = (
+        f"{aligned} % of the test images are right after aligning, {direct} % after direct"
+        f" fine-tuning, and {restart} % after the restart"
+    )
+    assert words in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_says_how_many_fine_tunings_an_alignment_takes_as_long_as() -> None:
