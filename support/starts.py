@@ -370,22 +370,37 @@ def doubt_normalisation(task: Task, info: AdapterInfo) -> list[str]:
 
 
 def doubt_validation(info: AdapterInfo, experiment: Experiment[C]) -> list[str]:
-    """Return a sentence if θ was trained on validation images of this run, else []."""
+    """Return a sentence if θ was trained on validation images of this run, else [].
+
+    Those that are known by class and name alone may be other pictures, so of these it says "if".
+    """
     task = experiment.task
     if info.trained is None:
         return doubt_drawn_validation(info, experiment)
-    images = find_validation(task, info.trained)
-    if images:
+    seen = find_validation(task, info.trained)
+    if seen.images:
         # Not those that this run trains on, too: that its own splits share them is told elsewhere.
-        images = find_validation(task, info.trained - hashes_of(task.train, task.classes))
-    if not images:
+        seen = find_validation(task, info.trained - hashes_of(task.train, task.classes))
+    if not seen.images:
         return []
     remedy = "train θ again without them"
     if not are_of_same_images(dict(info), experiment.digests):
         remedy = f"take {splits_of(info)}, or train again"
+    what = "the validation accuracy is too high, and epochs and rates are chosen by it"
+    if not seen.by_content:
+        return [
+            f"if files of the same {class_and_name(task)} are the same pictures, it was trained on"
+            f" {tell_validation(seen.images, task)}: then {what}; {remedy}. If they are other"
+            " pictures, this is well"
+        ]
+    named = len(seen.images) - len(seen.by_content)
+    more = ""
+    if named:
+        have = "has" if named == 1 else "have"
+        more = f"; {named} more {have} the {class_and_name(task)} of one that it was trained on"
     return [
-        f"was trained on {tell_validation(images, task)}. So the validation accuracy is too high,"
-        f" and epochs and rates are chosen by it; {remedy}"
+        f"was trained on {tell_validation(seen.by_content, task)}, known by content{more}. So"
+        f" {what}; {remedy}"
     ]
 
 
@@ -399,26 +414,31 @@ def doubt_drawn_validation(info: AdapterInfo, experiment: Experiment[C]) -> list
     task, cfg = experiment.task, experiment.cfg
     if are_of_same_images(dict(info), experiment.digests) or info.data_seed == cfg.data_seed:
         return []
-    images = find_validation(task, info.seen or ()) if "val" in task.drawn else []
-    if not images:
+    if "val" not in task.drawn:
         return []
+    seen = find_validation(task, info.seen or ())
+    if not seen.images:
+        return []
+    what = tell_validation(seen.images, task)
+    how = f"was trained or chosen on {what}, by content or by {class_and_name(task)}"
+    if not seen.by_content:
+        how = f"was trained or chosen on images with the {class_and_name(task)} of {what}"
     return [
-        f"was trained or chosen on {tell_validation(images, task)}. If it was trained on them, the"
-        " validation accuracy is too high, and epochs and rates are chosen by it; take"
-        f" {splits_of(info)}"
+        f"{how}. If it was trained on these validation images, their accuracy is too high, and"
+        f" epochs and rates are chosen by it; take {splits_of(info)}"
     ]
 
 
-def find_validation(task: Task, hashes: Collection[str]) -> list[str]:
+def find_validation(task: Task, hashes: Collection[str]) -> "Seen":
     """Find the validation images that have one of these hashes, by name or by content."""
-    return find_seen(task, AdapterInfo(seen=frozenset(hashes)), "val").images
+    return find_seen(task, AdapterInfo(seen=frozenset(hashes)), "val")
 
 
 def tell_validation(images: Sequence[str], task: Task) -> str:
     """Return how many validation images these are, of how many, and two of them."""
     return (
-        f"{len(images)} of the {len(task.val.targets)} validation images, by content or by"
-        f" {class_and_name(task)}, such as {' and '.join(images[:2])}"
+        f"{len(images)} of the {len(task.val.targets)} validation images, such as"
+        f" {' and '.join(images[:2])}"
     )
 
 
@@ -483,7 +503,7 @@ class Seen(NamedTuple):
     """The images of a split, mostly the test images, that θ was trained or chosen on."""
 
     images: list[str]  # their files, or, if they lie in memory, "number 0" and so on
-    by_content: int  # how many of them have the content of one, not its class and name alone
+    by_content: list[str]  # those of them that have the content of one, not its name alone
     doubts: list[str]  # sentences on what cannot be known
 
 
@@ -507,14 +527,15 @@ def find_seen(task: Task, info: AdapterInfo, part: str = "test") -> Seen:
             if other != part:
                 ambiguous.update(name_images(getattr(task, other), task.classes))
     found: list[str] = []
-    by_content = 0  # how many of the found ones are known by their content
+    by_content: list[str] = []  # those of the found ones that are known by their content
     unclear = 0  # how many images are not found since their name does not count
     for i, (name, content) in enumerate(zip(names, contents, strict=True)):
         has_seen_content = content in seen
         has_seen_name = name in seen and name not in ambiguous
         if has_seen_content or has_seen_name:
             found.append(f"number {i}" if isinstance(images, Tensor) else str(images[i]))
-            by_content += has_seen_content or in_memory
+            if has_seen_content or in_memory:
+                by_content.append(found[-1])
         elif name in seen:
             unclear += 1
     doubts = []

@@ -1361,7 +1361,7 @@ def test_classes_of_single_letters_are_known_by_their_case(tmp_path: Path) -> No
     )
     kept = task.train.images[:3] + task.train.images[4:]
     again = task._replace(train=data.Split(kept, task.train.targets[1:]))
-    assert find_seen(again, info) == ([], 0, [])
+    assert find_seen(again, info) == ([], [], [])
     changed = write_parts(
         tmp_path / "again", {"train/A": range(4, 5), "train/a": range(6, 7), "test/a": range(7, 9)}
     )
@@ -1441,7 +1441,7 @@ def test_what_a_start_left_in_doubt_is_told_of_each_run_after_it(
 
 def told_of_validation(said: str) -> list[tuple[int, int]]:
     """How many validation images θ was trained on, and of how many, in each line that says so."""
-    found = re.findall(r"was trained on (\d+) of the (\d+) validation images, by content or", said)
+    found = re.findall(r"was trained on (\d+) of the (\d+) validation images, such as", said)
     return [(int(some), int(all_of_them)) for some, all_of_them in found]
 
 
@@ -1466,7 +1466,7 @@ def test_validation_images_that_theta_was_trained_on_are_told(
     again = run(f"{tuning} --data-seed 1 --out {tmp_path}/again")
     assert again.code == 0, again.err
     assert told_of_validation(again.err) == [(len(known), len(anew))]
-    assert f"by content or by class and name, such as {known[0]} and {known[1]}." in again.err
+    assert f"such as {known[0]} and {known[1]}, known by content. So the" in again.err
     assert "take its data seed, --data-seed 0, and the images" in again.err
     as_before = run(f"{tuning} --out {tmp_path}/as-before")
     assert as_before.code == 0 and "validation images" not in as_before.err
@@ -1592,7 +1592,7 @@ def test_an_older_adapter_may_have_been_trained_on_images_that_only_chose_it(
         more = f"--data-seed {data_seed} --seed {seed} --out {tmp_path}/s{seed}"
         outcome = run(f"{line} --from {tmp_path}/{start} {more}")
         assert outcome.code == 0, outcome.err
-        told = f"was trained or chosen on {n} of the {n} validation images, by content or by"
+        told = f"was trained or chosen on {n} of the {n} validation images, such as"
         assert (told in outcome.err) == (data_seed == 1), outcome.err
         assert told_of_validation(outcome.err) == []
 
@@ -1613,6 +1613,46 @@ def test_a_picture_that_training_and_validation_share_is_no_news_of_a_restart(
     without: Any = SimpleNamespace(task=task._replace(train=rest), digests={})
     (doubt,) = doubt_validation(info, without)
     assert told_of_validation(doubt) == [(1, 2)] and str(copy) in doubt
+
+
+def test_validation_images_of_the_same_names_are_told_with_an_if_and_those_by_content_flatly(
+    tmp_path: Path,
+) -> None:
+    """Next year's pictures are numbered anew: none of them is one of this year's.
+
+    Then one picture of this year comes under a name of its own, and is told in the same line.
+    """
+    parts = {"train/cat": range(10), "test/cat": range(10, 14)}
+    before = write_parts(tmp_path / "before", {"val/cat": range(14, 16), **parts})
+    parts = {"val/cat": range(4), "train/cat": range(20, 30), "test/cat": range(30, 34)}
+    task = write_parts(tmp_path / "next", parts)
+    for file in [*task.train.images, *task.val.images, *task.test.images]:
+        Image.new("L", (9, 9), int(Path(file).stem)).save(file)
+    info = AdapterInfo(
+        dataset="folder:before",
+        data_seed=0,
+        data_sha256="of the images before",
+        seen=know_training_images(before),
+        chosen=know_chosen_images(before),
+    )
+    experiment: Any = SimpleNamespace(task=task, digests={})
+    (doubt,) = doubt_validation(info, experiment)
+    assert doubt.startswith("if files of the same class and name are the same pictures, it was")
+    assert "4 of the 4 validation images" in doubt and "other pictures, this is well" in doubt
+    copy = Path(task.val.images[0])
+    shutil.copy(Path(before.train.images[9]), copy)
+    (doubt,) = doubt_validation(info, experiment)
+    assert told_of_validation(doubt) == [(1, 4)]
+    assert f"such as {copy}, known by content; 3 more have the class and" in doubt
+    without = info.model_copy(update={"chosen": None})  # an adapter of an older version
+    drawn: Any = SimpleNamespace(
+        task=task._replace(drawn=("val",)), digests={}, cfg=SimpleNamespace(data_seed=1)
+    )
+    (doubt,) = doubt_validation(without, drawn)
+    assert doubt.startswith("was trained or chosen on 4 of the 4 validation images, such as")
+    Image.new("L", (9, 9), 77).save(copy)
+    (doubt,) = doubt_validation(without, drawn)
+    assert doubt.startswith("was trained or chosen on images with the class and name of 4 of the 4")
 
 
 def test_pictures_of_the_same_names_with_another_content_count_as_further_ones(
