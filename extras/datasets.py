@@ -228,15 +228,15 @@ def read_each(files: Sequence[Path], track: Track) -> tuple[dict[Path, Look], li
     The first leaves out a file that cannot be read, but not one whose decoder only warns.
     """
     found, said = read_all(files, lambda looks: track(looks, len(files), READING))
-    looks: dict[Path, Look] = {}
+    looks = {file: look for file, look in zip(files, found, strict=True) if not look.fault}
+    # Decoders rarely warn, and do not say of which file: each is read alone to learn that.
+    again = track(looks, len(looks), READING) if said else []
+    warned = {file: warnings_of(file) for file in again}
     problems: list[str] = []
     for file, look in zip(files, found, strict=True):
         if look.fault:
             problems.append(look.fault)
-            continue
-        looks[file] = look
-        if said:  # This is rare; reading each file alone tells which it was.
-            problems += [f"{file}: its decoder warns ({text})" for text in warnings_of(file)]
+        problems += [f"{file}: its decoder warns ({text})" for text in warned.get(file, [])]
     return looks, problems
 
 

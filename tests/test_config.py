@@ -135,6 +135,7 @@ def test_what_differs_from_the_paper_is_judged_by_backbone_and_pretext_task() ->
     assert AlignConfig(**B16, seed=1, d_lr=0.1, hypergrad="cg").unlike_paper() == {}
     assert AlignConfig(**B16, pretext="ijepa").unlike_paper() == {}
     assert AlignConfig(backbone="vit_l16", dataset="dtd").unlike_paper() == {}
+    assert AlignConfig(backbone="timm:vit_large_patch16_224.mae", dataset="dtd").drop_path == 0.2
     assert AlignConfig(**B16, rank=8, lam=0.1).unlike_paper() == {"rank": 8, "lam": 0.1}
     mini = AlignConfig(backbone="vit_mini", dataset="quilts").unlike_paper()
     assert mini.keys() & {"rank", "alternations", "pool"} == {"rank", "alternations", "pool"}
@@ -224,6 +225,21 @@ def test_the_default_directory_says_what_a_run_starts_from() -> None:
         (tuned.replace(backbone="timm:a/b"), "finetune-dtd-b-r64-s2"),
     ):
         assert cli.default_out(cfg) == Path("runs", name)
+
+
+def test_a_default_of_a_scripts_own_class_counts_more_than_a_recipe() -> None:
+    """Such as that of the small network; what the class leaves alone is the recipe's."""
+
+    class Short(FinetuneConfig):
+        epochs: int = 2
+        warmup_epochs: int = 1
+        lr: tuple[float, ...] = (0.02,)
+
+    small = Short(backbone="vit_mini", dataset="omniglot:Greek", start=Path("aligned"), batch=7)
+    assert (small.epochs, small.lr, small.batch, small.rank) == (2, (0.02,), 7, 8)
+    assert small.replace(seed=1).epochs == 2
+    large = Short(backbone="vit_b16", dataset="dtd")
+    assert large.unlike_paper() == {"epochs": 2, "lr": (0.02,), "warmup_epochs": 1}
 
 
 def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:

@@ -9,6 +9,7 @@ import signal
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -547,9 +548,14 @@ def test_epochs_of_all_trials_are_counted_also_those_before_a_stop(
     ]
 
 
-def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path: Path) -> None:
+def test_a_rate_that_diverges_is_told_recorded_and_not_chosen(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bisslight")
     result = tune(weights, tmp_path / "two", lr=(1e-3, 1e30), epochs=1, optimizer="sgd")
     assert (result.lr, result.tried[1].val) == (1e-3, None)
+    (told,) = [text for text in caplog.messages if "diverged" in text]
+    assert f"{tmp_path}/two/lr1e+30-s0: diverged (" in told
     with pytest.raises(RunError, match=r"rate 1e\+30, .*; leave it out of --lr"):
         tune(weights, tmp_path / "one", lr=(1e30,), epochs=1, seeds=3, optimizer="sgd")
     assert len([*tmp_path.glob("one/lr*")]) == 1  # the second seed was not begun
@@ -619,6 +625,17 @@ def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> Tr
     )
 
 
+def test_the_loss_decides_where_rates_have_equally_many_right_images() -> None:
+    """Of 18 images; the mean of the first ones is larger by rounding alone."""
+    first = [ended(1e-3, seed, 100 * right / 18, 1.12) for seed, right in enumerate((0, 0, 3))]
+    second = [ended(3e-3, seed, 100 * right / 18, 1.11) for seed, right in enumerate((0, 1, 2))]
+    means = [fmean(trial.val.accuracy for trial in of if trial.val) for of in (first, second)]
+    assert means[0] > means[1]
+    assert choose_rate([*first, *second]) == 3e-3
+    worse = [ended(3e-3, seed, 100 * right / 18, 1.13) for seed, right in enumerate((0, 1, 2))]
+    assert choose_rate([*first, *worse]) == 1e-3
+
+
 def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCaptureFixture) -> None:
     """Not that of the best loss, nor of the best seed, nor one that diverged."""
     tried = [
@@ -627,13 +644,12 @@ def test_the_rate_with_the_best_mean_accuracy_is_taken(caplog: pytest.LogCapture
         ended(1e-2, 0, 99, 0.1), ended(1e-2, 1, None),
     ]  # fmt: skip
     assert choose_rate(tried) == 3e-3
+    assert choose_rate(tried[:4]) == 3e-3  # of two rates, each is the lowest or the highest
     assert "--lr" not in caplog.text
     assert choose_rate([ended(1e-3, 0, 66, 0.9), *tried[2:4]]) == 1e-3  # the first of equal ones
     caplog.clear()
-    for more in ([], [ended(1e-4, 0, 9)]):  # the higher of two rates, the highest of three
-        caplog.clear()
-        assert choose_rate([*tried[:4], *more]) == 3e-3
-        assert "0.003, is the highest of --lr: add higher ones" in caplog.text
+    assert choose_rate([*tried[:4], ended(1e-4, 0, 9)]) == 3e-3  # the highest of three
+    assert "0.003, is the highest of --lr: add higher ones" in caplog.text
     caplog.clear()
     assert choose_rate([ended(1e-3, 0, 70), ended(1e-3, 1, 60)]) == 1e-3  # there is no choice
     assert "--lr" not in caplog.text
