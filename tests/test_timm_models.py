@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from finetune import finetune
 from mae import MAE, Decoder, positions
 from support import checkpoints
 from support.adapters import find_adapters, load_adapter
-from support.checkpoints import Pretrained, find_weights, load_backbone
+from support.checkpoints import Pretrained, computes_by, find_weights, load_backbone
 from support.errors import UsageError
 from support.experiment import open_experiment
 from support.starts import Start, check_starts
@@ -455,9 +456,11 @@ def test_runs_of_versions_that_did_not_look_into_a_config_json_go_on(
 @pytest.mark.parametrize(
     ("said", "named"),
     [
-        ({"architecture": "test_vit3"}, r".*, not .*"),
-        ({"model_args": {"num_heads": 4}}, r"blocks\.0\.attn\.num_heads 4, not 2"),
-        ({"model_args": {"act_layer": "relu"}}, r"blocks\.0\.mlp\.act ReLU, not GELU"),
+        ({"model_args": {"num_heads": 4}}, r"num_heads 4, not 2"),
+        ({"model_args": {"num_heads": 4, "pretrained": True}}, r"num_heads 4, not 2"),
+        ({"model_args": {"act_layer": "relu"}}, r"activation ReLU, not GELU"),
+        ({"model_args": {"global_pool": "avgmax"}}, r"global_pool avgmax, not avg"),
+        ({"model_args": {"pool_include_prefix": True}}, r"pool_include_prefix True, not False"),
     ],
 )
 def test_a_config_json_that_says_another_network_than_the_name_does_is_refused(
@@ -466,15 +469,65 @@ def test_a_config_json_that_says_another_network_than_the_name_does_is_refused(
     """Its mean and std are taken, so what it says of heads and activations is not passed over."""
     place = to_folder(vit, **said)
     beside = settings(weights=place.with_name("model.safetensors"), image_size=32)
-    remedy = rf"give --backbone timm:local-dir:\S+{place.parent} and no --weights"
+    remedy = rf"train with --backbone timm:local-dir:\S+{place.parent} and no --weights; if not, "
     with pytest.raises(
-        UsageError, match=rf"of another network than --backbone timm:{NAME} \({named}\); {remedy}$"
+        UsageError,
+        match=rf"of another network than --backbone timm:{NAME} \({named}\); if it is right, "
+        rf"{remedy}correct config\.json$",
     ):
         load(beside)
     to_folder(vit)
     assert load(beside).normalisation == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-    place.write_text(json.dumps({"model_type": "vit", "num_attention_heads": 4}))  # not of timm
-    load(beside)
+
+
+def test_another_epsilon_of_norms_is_another_network(vit: Any) -> None:
+    """No text in a config.json says it, but an architecture does."""
+    other = timm.create_model(NAME, norm_layer=partial(torch.nn.LayerNorm, eps=1e-5))
+    assert computes_by(vit) != computes_by(other)
+    assert {**computes_by(other), "epsilon of its norms": 1e-6} == computes_by(vit)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"architecture": "vit_small", "epochs": 100},
+        {"architecture": "ViT-S/16"},
+        {"architecture": ["vit", "small"]},
+        {"architecture": "resnet18"},
+        {"architecture": "test_vit3"},  # with other tensors, so it is not the network of this file
+        {"model_args": "x"},
+        {"model_args": {"nonsense": 3}},
+        {"model_args": {"num_heads": 3}},  # does not divide the width
+        {"architecture": None, "model_type": "vit", "num_attention_heads": 4},
+    ],
+)
+def test_a_config_json_of_somebodys_own_beside_the_weights_is_not_asked(
+    vit: Any, said: Any
+) -> None:
+    place = to_folder(vit, **said)
+    load(settings(weights=place.with_name("model.safetensors"), image_size=32))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"dynamic_img_size": True, "dynamic_img_pad": True},
+        {"drop_path_rate": 0.1, "drop_rate": 0.1, "pos_drop_rate": 0.1},
+        {"proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "patch_drop_rate": 0.1},
+        {"img_size": 64, "init_values": 0.5, "weight_init": "moco", "fix_init": True},
+        {"global_pool": "", "fc_norm": True},
+    ],
+)
+def test_a_config_json_that_says_how_it_was_trained_or_its_sizes_says_no_other_network(
+    vit: Any, args: Any
+) -> None:
+    """With it as a folder, timm's own network has the same features: the witness."""
+    place = to_folder(vit, model_args={"img_size": 32} | args)
+    loaded = load(settings(weights=place.with_name("model.safetensors"), image_size=32))
+    saved = timm.create_model(NAME, **{"num_classes": 0} | args | {"img_size": 32}).eval()
+    saved.load_state_dict(vit.state_dict())
+    images = torch.randn(2, 3, 32, 32, generator=rng(2))
+    close(loaded.backbone(images), saved.forward_features(images), 1e-5)
 
 
 @pytest.mark.parametrize("revision", ["", "@v1"])
