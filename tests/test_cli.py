@@ -367,6 +367,22 @@ def test_a_terminal_shows_that_a_run_is_opened_until_its_first_bar(
     assert "opening" not in stream.getvalue().partition("align 1/1")[2]
 
 
+def test_bars_leave_two_columns_of_the_terminal_for_what_it_shows_of_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the next line, ^C would keep a bar from being erased."""
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    with training(quiet=False) as track:
+        for _ in track(["loss 0.123 and much more that makes the bar wide" * 2], 9, "align"):
+            while "align 1/9" not in stream.getvalue():
+                time.sleep(0.02)
+    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", stream.getvalue())
+    bars = [line for line in re.split(r"[\r\n]", plain) if "align 1/9" in line]
+    assert bars and max(map(len, bars)) == 58
+
+
 def test_a_file_gets_lines_alone_although_colours_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
