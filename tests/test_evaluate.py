@@ -404,6 +404,13 @@ def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one
     assert [*found[3].start_differs.values()] == [told]
 
 
+def test_counts_of_a_small_type_are_compared_as_whole_numbers() -> None:
+    """A sum of several is more than a byte holds."""
+    counts = [20, 22, 25, 28], [30, 31, 33, 35]
+    small = [[*torch.tensor(numbers, dtype=torch.uint8)] for numbers in counts]
+    assert compare(*small, 40) == compare(*counts, 40)  # type: ignore[arg-type]
+
+
 def test_the_image_size_of_the_run_before_is_compared(tmp_path: Path) -> None:
     """That of align, and that of an earlier fine-tuning; an older adapter says none."""
     sizes = {
