@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import re
 import zipfile
 from argparse import Namespace
@@ -412,22 +413,26 @@ def test_whole_files_of_each_format_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "average"),
+    ("trained", "average", "shadow"),
     [
-        ("state_dict", 0),
-        ("state_dict", "state_dict_ema"),
-        ("model", "model_ema"),
-        ("model", "teacher"),
+        ("state_dict", 0, None),
+        ("state_dict", "state_dict_ema", None),
+        ("model", "model_ema", None),
+        ("model", "teacher", None),
+        ("model", "ema", "shadow"),
+        ("state_dict", "callbacks", "EMA"),
     ],
 )
 def test_a_network_and_its_moving_average_are_refused_with_their_places(
-    tmp_path: Path, trained: str, average: str | int
+    tmp_path: Path, trained: str, average: str | int, shadow: str | None
 ) -> None:
-    """As timm and DeiT save both; the average alone, as the remedy says, is taken."""
+    """As timm and DeiT save both, and others; the average alone, as the remedy says, is taken."""
     state = official_layout("vit_mini")
-    content = {"epoch": 3, trained: {k: x + 1 for k, x in state.items()}, average: state}
+    of_average = {"decay": 0.9, shadow: state} if shadow else state
+    content = {"epoch": 3, trained: {k: x + 1 for k, x in state.items()}, average: of_average}
     torch.save(content, tmp_path / "w.pth")
-    told = rf"holds networks below \['{trained}', {average!r}\]; with .*, save (\{{.*\}}) alone"
+    place = re.escape(f"content[{average!r}]" + (f"[{shadow!r}]" if shadow else ""))
+    told = rf"holds networks in content\['{trained}'\] and {place}; with .*, save (\{{.*\}}) alone"
     with pytest.raises(UsageError, match=told) as refused:
         load(weights=tmp_path / "w.pth")
     remedy = re.search(told, str(refused.value))
@@ -435,6 +440,31 @@ def test_a_network_and_its_moving_average_are_refused_with_their_places(
     torch.save(eval(remedy[1], {"content": content}), tmp_path / "w.pth")
     found = load(weights=tmp_path / "w.pth").backbone.vit.state_dict()
     assert all(torch.equal(found[name], state[name]) for name in found)
+
+
+def test_an_average_without_names_is_known_by_the_tensor_that_cuts_patches(tmp_path: Path) -> None:
+    """As torch_ema keeps it; an optimiser's state beside a network is none."""
+    state = official_layout("vit_mini")
+    moments = {k: {"exp_avg": x} for k, x in enumerate(state.values())}
+    optimiser = {"state": moments, "param_groups": [{"params": [*moments]}]}
+    torch.save({"model": state, "optimizer": optimiser}, tmp_path / "w.pth")
+    load(weights=tmp_path / "w.pth")
+    content = {"model": state, "ema": {"shadow_params": [*state.values()]}}
+    torch.save(content, tmp_path / "w.pth")
+    with pytest.raises(UsageError, match=r"and content\['ema'\]\['shadow_params'\]"):
+        load(weights=tmp_path / "w.pth")
+
+
+def test_tensors_beside_a_network_that_are_left_out_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a moving average whose names have no dots."""
+    caplog.set_level(logging.INFO, "bisslight")
+    state = official_layout("vit_mini")
+    beside = {f"ema.{name.replace('.', '')}": x for name, x in state.items()}
+    torch.save({f"model.{k}": x for k, x in state.items()} | beside, tmp_path / "w.pth")
+    load(weights=tmp_path / "w.pth")
+    assert f"names outside of the network are left out: {len(state)}, such as ema." in caplog.text
 
 
 def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:

@@ -407,6 +407,22 @@ def to_folder(vit: Any, **said: Any) -> Path:
     return place
 
 
+def test_a_network_and_its_moving_average_in_a_folder_are_refused(vit: Any) -> None:
+    """The average would be taken; of a file that is whole the network is taken."""
+    to_folder(vit)
+    Path("own/model.safetensors").unlink()
+    file, state = Path("own/pytorch_model.bin"), vit.state_dict()
+    torch.save(state, file)
+    own = settings(backbone="timm:local-dir:own", weights=None)
+    load(own)
+    torch.save({"state_dict": state, "state_dict_ema": state}, file)
+    with pytest.raises(UsageError, match=r"networks in content\['state_dict'\] and content"):
+        load(own)
+    torch.save({"state_dict": state, "ema": {"shadow": state}}, file)
+    with pytest.raises(UsageError, match=r"of its folder: .*\['shadow'\].*; give a folder as timm"):
+        load(own)
+
+
 @pytest.mark.parametrize(
     "said",
     [
