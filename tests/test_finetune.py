@@ -1572,14 +1572,19 @@ def test_validation_images_that_a_script_took_from_those_for_training_are_told(
     assert "take the splits that its script handed over, or train again" in caplog.text
 
 
+def line_of_three_classes(weights: Path, place: Path) -> str:
+    """Make images below `place`, and return a command that fine-tunes on them."""
+    pictures(place / "images/train", "xyz")
+    pictures(place / "images/test", "xyz", shift=15)
+    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
+    return f"{line} --dataset folder:{place}/images"
+
+
 def test_validation_images_are_told_again_in_each_run_of_a_chain(
     weights: Path, tmp_path: Path
 ) -> None:
     """The first run trained on them; its successors have the images and splits of each other."""
-    pictures(tmp_path / "images/train", "xyz")
-    pictures(tmp_path / "images/test", "xyz", shift=15)
-    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
-    line += f" --dataset folder:{tmp_path}/images"
+    line = line_of_three_classes(weights, tmp_path)
     done(f"{line} --data-seed 1 --out {tmp_path}/first")
     trained = {*data.folder(tmp_path / "images", 1).train.images}
     val = data.folder(tmp_path / "images", 0).val.images
@@ -1597,10 +1602,7 @@ def test_an_older_adapter_may_have_been_trained_on_images_that_only_chose_it(
     weights: Path, tmp_path: Path
 ) -> None:
     """It does not say which images were for validation; neither does what comes of it."""
-    pictures(tmp_path / "images/train", "xyz")
-    pictures(tmp_path / "images/test", "xyz", shift=15)
-    line = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
-    line += f" --dataset folder:{tmp_path}/images"
+    line = line_of_three_classes(weights, tmp_path)
     done(f"{line} --out {tmp_path}/start")
     with_info(tmp_path / "start/lr0.01-s0", chosen=None)
     n = len(data.folder(tmp_path / "images", 1).val.targets)
