@@ -54,6 +54,22 @@ def test_what_a_terminal_says_after_ctrl_c_has_a_line_of_its_own() -> None:
     assert said.startswith(b"\r\nstopping once this")
 
 
+def test_a_signal_is_heard_although_nobody_reads_the_answer() -> None:
+    """As where Ctrl-C has ended `tee`. An error there would end the run before it saves."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    stderr = os.dup(2)
+    os.dup2(theirs, 2)
+    try:
+        hear(signal.SIGTERM)
+        assert [signal.SIGTERM] == HEARD
+    finally:
+        os.dup2(stderr, 2)
+        HEARD.clear()
+        for file in (theirs, stderr):
+            os.close(file)
+
+
 @pytest.mark.parametrize(("number", "repeated"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_second_ctrl_c_ends_at_once_and_a_repeated_request_is_the_same(
     tmp_path: Path, number: signal.Signals, repeated: bool
