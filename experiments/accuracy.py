@@ -160,13 +160,16 @@ def find_in_paper(run: Path) -> str | None:
     The paper has none where settings, weights or data of the run, or of the align run before it,
     are not the paper's.
     """
-    config, result = read_run(run)
+    (config, *_), result = read_run(run)
     origin = result.origin
     weights = config["weights"]  # a path; None: the official file was downloaded
     dataset = config["dataset"]
     pretext = config["pretext"]
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, config))
-    unlike_paper = cfg.unlike_paper() | origin.unlike_paper
+    unlike_paper = cfg.unlike_paper()
+    if origin.stage == "align" and origin.pretext == pretext:
+        aligned = keep_known(AlignConfig, origin.definition) | {"dataset": dataset}
+        unlike_paper |= AlignConfig(**aligned).unlike_paper()
     follows_paper = (
         unlike_paper.keys() <= {"amp"}  # of precision the paper says nothing
         and origin.stage in (None, "align")  # the paper has no restart
@@ -174,7 +177,7 @@ def find_in_paper(run: Path) -> str | None:
         and origin.dataset in (None, dataset)
         and origin.pretext in (None, pretext)
     )
-    key = (pretext, cfg.backbone, METHODS.get(origin.hypergrad, ""))
+    key = (pretext, cfg.backbone, METHODS.get(origin.definition.get("hypergrad"), ""))
     if not follows_paper or dataset not in COLUMNS or key not in ACCURACIES:
         return None
     label, figures = ACCURACIES[key]

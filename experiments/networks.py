@@ -41,10 +41,9 @@ def open_networks(
     networks = []
     for name, run in runs.items():
         _, cfg, (theta, phi_D, info) = open_adapter(run, None)
-        for digest in ("weights_sha256", "data_sha256"):
-            if getattr(info, digest) != experiment.digests[digest]:
-                raise UsageError(f"{run}: was made with other weights or images than {first}")
         check_same_weights(experiment.networks, info)
+        if info.definition["data_sha256"] != experiment.digests["data_sha256"]:
+            raise UsageError(f"{run}: was made with other images than {first}")
         backbone = Backbone(experiment.backbone.vit, cfg.scale)
         head = {key: tensor.to(experiment.device) for key, tensor in phi_D.items()}
         networks.append(Network(name, backbone, theta.to(experiment.device), head))

@@ -30,7 +30,7 @@ from config import AlignConfig, Arch, FinetuneConfig, Record, keep_known
 from experiments.recipe import Backbone, Set, read_settings, run_script, write_table
 from lora import Backbone as Network
 from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
-from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit
+from support.checkpoints import build_head, build_pretext_task, build_vit
 from support.experiment import keeps_weights_in_bfloat16, set_up_device, uses_autocast
 from support.optim import Group, Optimiser, trainable
 
@@ -121,7 +121,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     network = random_network(cfg, device)
     if keeps_weights_in_bfloat16(cfg, device):
         keep_in_bfloat16(network)
-    arch = arch_of({}, cfg)
+    arch = cfg.arch()
     with device:
         decoder = build_head(arch, cfg.pretext)
     theta = init_theta(arch.depth, cfg.rank, arch.dim, g).to(device)
@@ -171,7 +171,7 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
     """Take steps of PEFT on a random network, with the same random images; yields the losses."""
     g = torch.Generator().manual_seed(cfg.seed)
     network = random_network(cfg, device)
-    arch = arch_of({}, cfg)
+    arch = cfg.arch()
     theta = {"theta": init_theta(arch.depth, cfg.rank, arch.dim, g)}
     (theta_D,) = trainable(theta, device).values()
     phi_D = trainable(init_head(arch.dim, CLASSES, g), device)
@@ -192,7 +192,7 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
 def random_network(cfg: AlignConfig | FinetuneConfig, device: torch.device) -> Network:
     """A frozen backbone of these settings with random weights."""
     with device:
-        vit = build_vit(arch_of({}, cfg))
+        vit = build_vit(cfg.arch())
     return Network(vit, recompute=cfg.recompute).requires_grad_(False)
 
 

@@ -28,8 +28,8 @@ def test_the_papers_figure_stands_only_beside_what_the_paper_measured(tmp_path: 
         (None, {"amp": False}, "84.4±0.4"),
         (None, {"origin": {"stage": "finetune"}}, None),  # a restart
         ("mfac", {"origin": {"dataset": "dtd"}}, None),
-        ("mfac", {"origin": {"unlike_paper": {"lam": 1.0}}}, None),
-        ("mfac", {"origin": {"unlike_paper": {"amp": False}}}, "85.6±0.3"),
+        ("mfac", {"aligned": {"lam": 1.0}}, None),
+        ("mfac", {"aligned": {"amp": False}}, "85.6±0.3"),
         (None, {"dataset": "folder:/cub200"}, None),
     ]
     for i, (by, changes, expected) in enumerate(cases):

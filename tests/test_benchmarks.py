@@ -12,9 +12,9 @@ from toy import refusal
 
 from config import OMNIGLOT
 from data import SPLITS, Task
-from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub, split_by_file
+from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
 from support.errors import UsageError
-from support.names import describe
+from support.looking import DIVIDE, describe
 
 
 def load(name: str, root: Path, **more: Any) -> Task:
@@ -56,7 +56,11 @@ def test_torchvision_opens_the_same_files_with_the_same_labels(
         data = kinds.get(name, tv.FGVCAircraft)(root, part)
         theirs = [data[i][1] for i in range(len(data))]
         assert ours[part] == dict(zip(opened, theirs, strict=True))
-        assert task.classes == getattr(data, "classes", task.classes)
+        named = getattr(data, "classes", task.classes)
+        # The lists of Pets are shortened, so torchvision has not all names.
+        assert task.classes == (
+            [str(k) for k in range(len(task.classes))] if name == "pets" else named
+        )
         opened.clear()
 
 
@@ -164,20 +168,20 @@ def test_a_split_file_names_the_validation_images(tmp_path: Path, monkeypatch: A
 def test_a_benchmark_says_whether_its_validation_images_were_drawn(
     name: str, tmp_path: Path
 ) -> None:
-    """That of DTD is its own. How images are to be divided is said of one's own alone."""
+    """That of DTD is its own."""
     make(name, tmp_path)
     lines = [line for line in describe(load(name, tmp_path)) if "drawn" in line]
-    assert lines == ([] if name == "dtd" else ["drawn image by image: train, val"])
+    assert lines == ([] if name == "dtd" else [f"drawn image by image: train, val. {DIVIDE}"])
 
 
 @pytest.mark.parametrize(
     ("positions", "said"),
     [
-        ("0 12", "has the position 12; positions go from 0 to 11"),
-        ("-1 7", "has the position -1"),
-        ("0 9 9", "has the position 9 2 times"),
-        ("0 2 3 4 5 6 8 9 10 11", "has 10 positions; .* the 2 validation images"),
-        ("0 1", "leaves no validation image of the class that has images/007.Bird_7/Bird_7_0.jpg"),
+        ("0 12", "needs 2 different positions from 0 to 11, one a line"),
+        ("-1 7", "needs 2 different positions"),
+        ("9 9", "needs 2 different positions"),
+        ("0 9 9", "needs 2 different positions"),
+        ("0 2 3 4 5 6 8 9 10 11", "needs 2 different positions"),
         ("1.0", "invalid literal"),
         ("bird", "invalid literal"),
     ],
@@ -185,7 +189,7 @@ def test_a_benchmark_says_whether_its_validation_images_were_drawn(
 def test_positions_that_name_other_images_are_refused(
     tmp_path: Path, monkeypatch: Any, positions: str, said: str
 ) -> None:
-    """Outside of the lists, twice, those of the training images, and of one class alone."""
+    """Outside of the lists, twice, and those of the training images."""
     make("cub200", tmp_path)
     small = BENCHMARKS["cub200"]._replace(sizes=(10, 2, 4))
     monkeypatch.setitem(BENCHMARKS, "cub200", small)
@@ -195,25 +199,12 @@ def test_positions_that_name_other_images_are_refused(
         load("cub200", tmp_path, split_file=path)
 
 
-def test_positions_counted_from_1_are_refused(tmp_path: Path) -> None:
-    """Of 30, 29 and 5 images; each position would name the image after the one that is meant."""
-    entries = [(f"{k}/{i}.jpg", k) for k, n in enumerate((30, 29, 5)) for i in range(n)]
-    meant = [*range(24, 30), *range(30, 35), 62]
-    file = tmp_path / "split.txt"
-    file.write_text("\n".join(str(position) for position in meant))
-    parts = split_by_file(entries, file, 64, len(meant))
-    assert parts["val"] == [entries[position] for position in meant]
-    file.write_text("\n".join(str(position + 1) for position in meant))
-    with pytest.raises(ValueError, match="counts positions from 1, it seems; subtract 1"):
-        split_by_file(entries, file, 64, len(meant))
-
-
 def test_a_pool_is_the_training_part_of_imagenet_or_any_folder(tmp_path: Path) -> None:
     for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png", "imagenet/val/n01/1.JPEG"):
         picture(tmp_path / file)
     (tmp_path / "empty").mkdir()
     for name in ("imagenet", f"folder:{tmp_path}/empty"):  # validation is no pool
-        with pytest.raises(UsageError, match="is no folder"):
+        with pytest.raises(UsageError, match=r"there is no folder|has no images"):
             open_pool(name, tmp_path)
     picture(tmp_path / "imagenet/train/n01/2.JPEG")
     for name, files in ((f"folder:{tmp_path}/pool", ["1.png", "2.JPEG"]), ("imagenet", ["2.JPEG"])):

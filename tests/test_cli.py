@@ -1,6 +1,5 @@
 """The commands as a person runs them: help, progress, dry runs, wrong inputs, exit codes."""
 
-import gc
 import io
 import json
 import os
@@ -11,8 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -41,11 +39,11 @@ from toy import (
 from typer.testing import CliRunner
 
 import cli
-from bisslight import Diverged, Log
+from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.experiment import set_up_device
-from support.progress import Bars, make_bars, make_track, reading, say_time_left, training
+from support.progress import make_bars, make_track, reading, training
 from support.runs import ALL_TRIALS, LOG, READING
 from support.screen import print_line, showing
 
@@ -60,13 +58,13 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("flag", ["--lr", "--save-minutes"])
 def test_a_number_that_is_not_finite_is_refused_in_a_line(flag: str, number: str) -> None:
     said = refusal(f"finetune --backbone vit_mini --dataset quilts {flag} {number}")
-    assert re.fullmatch(rf"error: {flag}: has to be a finite number, not '?{number}'?", said)
+    assert re.fullmatch(rf"error: {flag}: Input should be a finite number", said)
 
 
 @pytest.mark.parametrize("flag", ["--lam", "--d-lr"])
 def test_a_number_of_align_that_is_not_finite_is_refused_in_a_line(flag: str) -> None:
     said = refusal(f"align --backbone vit_mini --dataset quilts {flag} nan")
-    assert said == f"error: {flag}: has to be a finite number, not nan"
+    assert said == f"error: {flag}: Input should be a finite number"
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -147,25 +145,6 @@ def test_the_version_is_that_of_the_package() -> None:
     assert done("--version").strip() == version("bisslight")
 
 
-@pytest.mark.parametrize("flag", ["--force", "--no-amp", "--grid"])
-def test_a_flag_that_is_like_no_other_gets_no_suggestion(flag: str) -> None:
-    assert refusal(f"align {flag}") == f"error: {flag}: there is no such flag"
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("finetune --d-lr 1", "--d-lr: is a flag of align, not of this command"),
-        ("align --from a", "--from: is a flag of finetune, not of this command"),
-        ("align --epochs 3", "--epochs: is a flag of finetune and pretrain, not of this command"),
-        ("align --clip 3", "--clip: has no flag; give clip in a --config file"),
-        ("align --d-lrs 1", "--d-lrs: there is no such flag; did you mean --d-lr?"),
-    ],
-)
-def test_a_flag_of_another_command_is_told_whose_it_is(line: str, said: str) -> None:
-    assert refusal(line) == f"error: {said}"
-
-
 def test_the_help_says_what_stands_in_brackets_and_has_the_dry_run_among_everyday_flags() -> None:
     everyday, _, further = help_of("align").partition("Further")
     assert "[default; where it is from]" in everyday and "--dry-run" in everyday
@@ -192,56 +171,22 @@ def test_another_package_named_as_one_of_our_modules_is_not_in_the_way(
     assert (ended.returncode, "with" in ended.stdout) == (0, True), ended.stderr
 
 
-def test_the_collector_is_on_again_when_a_command_runs(runs: Path) -> None:
-    done(f"evaluate {runs}/with")
-    assert gc.isenabled()
-
-
-@pytest.mark.parametrize("is_loaded", [True, False])
-def test_what_the_first_import_makes_is_not_looked_through_at_the_end(
-    is_loaded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only what the first one makes: later, data of a script would be kept for ever."""
-    if not is_loaded:
-        monkeypatch.delitem(sys.modules, "torch")
-    with cli.importing():
-        assert not gc.isenabled()
-    count = gc.get_freeze_count()
-    gc.unfreeze()
-    assert (count > 0) == (not is_loaded) and gc.isenabled()
-
-
-def test_rates_with_a_space_between_are_told_to_be_one_word() -> None:
-    said = refusal("finetune --backbone vit_mini --dataset omniglot:Greek --lr 0.01 0.03")
-    assert "(0.03); what belongs to a flag is one word: --lr 0.01,0.03 or --pool 'My ph" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["finetune", "--dataset", "folder:", "P"], "folder: P: leave the space out: folder:P"),
-        (["align", "--dataset=folder:", "P Q"], "leave the space out: --dataset=folder:'P Q'"),
-        (["align", "--backbone", "timm:", "test_vit"], "leave the space out: timm:test_vit"),
-        (["data", "check"], "a data set by name, or a folder; see `bisslight data check --help`"),
-        (["predict"], "Missing argument 'RUN': a finished run, or an adapter file in one; see `"),
-        (["evaluate"], "finetune runs, or folders of them; see `bisslight evaluate --help`"),
-        (["data"], "Missing command; see `bisslight data --help`"),
-        (["finetune", "--lr"], "--lr: has no value; give one behind it"),
-        (["predict", "run", "photos", "--top"], "--top: has no value; give one behind it"),
-        (["align", "--dry-run=yes"], "--dry-run: takes no value; give --dry-run alone"),
-        # as of a shell's variable that is not set: Python takes an empty path for this folder
-        (["finetune", "--from", ""], "error: --from: has no value, as of a shell's variable"),
-        (["finetune", "--weights="], "error: --weights: has no value, as of a shell's variable"),
-        (["pretrain", "--out", "", "--pool", "P"], "--out: has no value, as of a shell's variable"),
-        (["align", "--pool", ""], "--pool: has no value, as of a shell's variable that is not set"),
-        (["predict", "run", ""], "the word behind run is empty, as of a shell's variable that"),
-        (["evaluate", ""], "the word behind evaluate is empty, as of a shell's variable"),
+        (["data", "check"], "Missing argument"),
+        (["finetune", "--lr"], "requires an argument"),
+        (["align", "--drop-pth", "0.5"], "--drop-path"),
+        (["finetune", "--from", ""], "a word is empty, as of a shell's variable"),
+        (["finetune", "--weights="], "a word is empty, as of a shell's variable"),
+        (["predict", "run", ""], "a word is empty, as of a shell's variable"),
         (["data", "check", "folder:"], "folder: has to have a path behind it"),
     ],
 )
-def test_words_that_are_missing_or_parted_by_a_space_are_told_with_what_to_type(
+def test_words_that_are_missing_are_told_in_a_line(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Most of them in Typer's own words."""
     assert cli.run(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
@@ -254,7 +199,7 @@ def test_a_folder_that_is_nearly_named_is_told(weights: Path) -> None:
     Path("PHOTOS").mkdir()
     Path("PHOTO_").touch()  # no folder
     meant = f"did you mean {Path('PHOTOS').absolute()}?"
-    for name in ("folder:PHOTO", "PHOTO", "photo"):
+    for name in ("folder:PHOTO", "PHOTO"):
         assert refusal(f"{line} --pool quilts --dataset {name}").endswith(meant)
         assert refusal(f"{line} --pool {name} --dataset quilts").endswith(meant)
     assert refusal("data check PHOTO").endswith(meant)
@@ -267,19 +212,16 @@ def test_a_folder_that_is_nearly_named_is_told(weights: Path) -> None:
         ("export alinged", "alinged", "aligned"),
         ("evaluate with wihtout", "wihtout", "without"),
         ("finetune --from alinged", "--from alinged", "{here}/aligned"),
-        ("finetune --from alinged/adapter.safetensors", "--from ", "{here}/aligned/adapter.saf"),
         (
             "align --backbone vit_mini --dataset quilts --pool quilts --weights with/rseult.json",
             "--weights {here}/with/rseult.json",
             "{here}/with/result.json",
         ),
-        ("data check folder:wiht/lr0", "folder:{here}/wiht/lr0: there is", "{here}/with?"),
     ],
 )
 def test_a_path_that_is_nearly_there_is_suggested(
     runs: Path, line: str, wrong: str, meant: str
 ) -> None:
-    """Also where a name in its middle is the wrong one."""
     os.chdir(runs)  # `elsewhere` goes back
     said = refusal(line)
     assert said.startswith(f"error: {wrong.format(here=runs)}")
@@ -320,7 +262,7 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     items = ["loss 2.0", Log(6, [1.0, 3.0], *[[0.5]] * 9)]
     with training(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
-    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5", "this command took 0:00:00"]
+    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5", "this took 0:00:00"]
     said = re.sub(r"  \d:\d\d:\d\d left", "", capsys.readouterr().err)
     assert said.splitlines() == ([] if quiet else lines)
 
@@ -353,36 +295,6 @@ def test_a_terminal_shows_what_is_done_until_it_is_done(
         assert said == "a warning\nanother\n"
 
 
-def test_a_terminal_shows_that_a_run_is_opened_until_its_first_bar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    with training(quiet=False) as track:
-        opening = stream.getvalue()
-        for _ in track([1], 1, "align"):
-            while stream.getvalue().count("align 1/1") < 2:  # drawn ten times a second
-                time.sleep(0.02)
-    assert "opening data and network" in opening and "align" not in opening
-    assert "opening" not in stream.getvalue().partition("align 1/1")[2]
-
-
-def test_bars_leave_two_columns_of_the_terminal_for_what_it_shows_of_ctrl_c(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On the next line, ^C would keep a bar from being erased."""
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
-    with training(quiet=False) as track:
-        for _ in track(["loss 0.123 and much more that makes the bar wide" * 2], 9, "align"):
-            while "align 1/9" not in stream.getvalue():
-                time.sleep(0.02)
-    plain = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", stream.getvalue())
-    bars = [line for line in re.split(r"[\r\n]", plain) if "align 1/9" in line]
-    assert bars and max(map(len, bars)) == 58
-
-
 def test_a_file_gets_lines_alone_although_colours_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -395,7 +307,7 @@ def test_a_file_gets_lines_alone_although_colours_are_asked_for(
         assert [*track([1], 1, READING)] == [1]
     with training(quiet=False) as track:
         assert [*track([1], 1, "align")] == [1]
-    assert stream.getvalue() == "a warning\nalign 1/1  1\nthis command took 0:00:00\n"
+    assert stream.getvalue() == "a warning\nalign 1/1  1\nthis took 0:00:00\n"
 
 
 def in_a_run(line: str) -> None:
@@ -425,13 +337,13 @@ def test_a_terminal_gets_lines_whole_and_keeps_its_cursor(
 # One image after the other, each in a twentieth of a second.
 SLOW_EYES = """
 import threading, time
-import data
+from support import looking
 one_at_a_time = threading.Lock()
-def slow(file, look=data.look_at_file):
+def slow(file, look=looking.look_at_file):
     with one_at_a_time:
         time.sleep(0.05)
     return look(file)
-data.look_at_file = slow
+looking.look_at_file = slow
 """
 CHECK = """
 import cli
@@ -439,10 +351,10 @@ cli.run(["data", "check", "photos"])
 """
 LOOK = """
 from pathlib import Path
-from support.experiment import look_at
+from support.looking import look_at_files
 from support.progress import training
 with training(quiet=False) as track:
-    look_at(sorted(Path("photos").glob("*/*")), track=track)
+    look_at_files(sorted(Path("photos").glob("*/*")), track)
 """
 
 
@@ -484,7 +396,8 @@ def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is(program
     steps = set(re.findall(r"reading images (\d+)/24", shown))
     assert len(steps) > 3
     piped = subprocess.run(call, env=ON_A_TERMINAL, check=True, capture_output=True)
-    assert (piped.stdout.decode(), piped.stderr) == (printed, b"")
+    assert piped.stdout.decode() == printed
+    assert re.fullmatch(rb"(this took 0:00:\d\d\n)?", piped.stderr)
 
 
 def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> None:
@@ -497,53 +410,6 @@ def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> 
     assert re.search(rf"(\n|\x1b\[2K|\x1b\[1A){re.escape(STOPPING)}\r\n", shown)
 
 
-# After a signal, bars would be drawn anew for half a second.
-TWO_BARS = """
-import time
-from support.processes import HEARD, stop_if_asked
-from support.progress import training
-def epochs():
-    yield "loss 1"
-    for _ in range(300):  # until a signal is heard
-        time.sleep(0 if HEARD else 0.1)
-    time.sleep(0.5)
-    stop_if_asked()
-def trials(track):
-    yield [*track(epochs(), 9, "a trial")]
-with training(quiet=False) as track:
-    print([*track(trials(track), 9, "all trials")])
-"""
-
-
-def lines_on(shown: str) -> list[str]:
-    """The lines that a terminal has in the end; what it is told is taken from its manual."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n|\r", shown):
-        if part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part == "\r":
-            column = 0
-        elif part == "\x1b[1A":
-            row -= 1
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif not part.startswith("\x1b"):  # others are colours
-            before = lines[row].ljust(column)
-            lines[row] = before[:column] + part + before[column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines if line.strip()]
-
-
-def test_the_answer_to_ctrl_c_stands_in_place_of_two_bars() -> None:
-    """So they do not stay where a second Ctrl-C ends the program at once."""
-    call = [sys.executable, "-c", TWO_BARS]
-    code, _, shown = on_a_terminal(call, ctrl_c_at="a trial 1/9")
-    end = "stopped; the same command goes on"
-    assert (code, lines_on(shown)) == (130, [STOPPING, "finishing a trial 2/9", end])
-    assert "all trials" not in shown.partition(STOPPING)[2]
-
-
 def test_a_line_says_how_long_a_run_took_but_not_where_it_was_finished_already(
     weights: Path,
 ) -> None:
@@ -551,150 +417,40 @@ def test_a_line_says_how_long_a_run_took_but_not_where_it_was_finished_already(
     line = f"finetune {MAE_RUN.format(weights=weights)} --epochs 1 --warmup-epochs 0"
     line += " --lr 1e-3 --seeds 1 --out r"
     first, second = run(line), run(line)
-    assert re.search(r"this command took 0:\d\d:\d\d$", first.err.strip())
-    assert "took" not in second.err + first.out + second.out
+    assert re.search(r"this took 0:\d\d:\d\d$", first.err.strip())
+    assert "took" not in first.out + second.out
     shutil.rmtree("r")
     for flag in ("--quiet", "--json"):
         assert "took" not in "".join(map(str, run(f"{line} {flag}")))
         shutil.rmtree("r")
 
 
-def test_a_sign_turns_while_the_first_unit_takes_its_time() -> None:
-    """By a clock of the test; the bar itself is the same, as no unit has ended."""
-    now = 0.0
-    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
-    bars.add_task("align", total=6)
-    shown = []
-    for _ in range(3):
-        now += 0.1
-        with bars.console.capture() as said:
-            bars.console.print(bars.make_tasks_table(bars.tasks))
-        shown.append(said.get())
-    signs = [line[0] for line in shown]
-    assert len({*signs}) == 3 and len({line[1:] for line in shown}) == 1
-
-
-def test_a_line_says_how_long_the_loop_around_the_others_takes() -> None:
-    """By a clock of the test: 60 s a unit, of which it has 4 left, and the one inside of it 1."""
-    now = 0.0
-    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
-    bars.add_task("opening", visible=False)
-    loops = [bars.add_task("all", total=6), bars.add_task("trial", total=3)]
-    assert say_time_left(bars.tasks) == ""  # it is not known yet
-    for _ in range(2):
-        now += 60
-        for loop in loops:
-            bars.advance(loop)
-    assert say_time_left(bars.tasks) == "  0:04:00 left"
-
-
-def test_a_bar_says_what_is_left_of_units_that_take_a_minute() -> None:
-    """By a clock of the test: after each of the first units of 60 s, 60 s for each that is left."""
-    now = 0.0
-    bars = make_bars(Console(), disable=True, get_time=lambda: now)
-    bar = bars.add_task("align", total=6, completed=1)  # a run that goes on
-    told = []
-    for _ in range(3):
-        now += 60
-        bars.update(bar, advance=1)
-        told.append(bars.tasks[0].time_remaining)
-    assert told == [None, 180, 120]  # a speed needs two units
-
-
-@pytest.mark.parametrize("width", [80, 110])
-def test_a_long_label_is_shortened_and_not_the_percent_and_the_time(width: int) -> None:
-    now = 0.0
-    bars = make_bars(Console(width=width), disable=True, get_time=lambda: now)
-    bar = bars.add_task("a rate with a seed 22/60  loss 0.4822  " * 3, total=6)
-    for _ in range(3):
-        now += 60
-        bars.update(bar, advance=1)
-    (line,) = drawn(bars)
-    assert line.rstrip().endswith(" 50% 0:03:00 left") and "22/60  loss 0.4" in line and "…" in line
-
-
-def drawn(bars: Bars) -> list[str]:
-    """The lines that a terminal shows of the bars."""
-    with bars.console.capture() as said:
-        bars.console.print(bars.make_tasks_table(bars.tasks))
-    return [line.rstrip() for line in said.get().splitlines()]
-
-
-@pytest.mark.parametrize("done", [0, 7])
-def test_a_bar_says_how_much_there_is_to_do_before_the_first_unit_has_ended(done: int) -> None:
-    bars = make_bars(Console(width=80), disable=True)
-
-    def units() -> Iterator[str]:
-        (line,) = drawn(bars)
-        assert f" align {done}/20 " in line
-        yield "loss 1"
-
-    assert [*make_track(bars, in_lines=False)(units(), 20, "align", done)] == ["loss 1"]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_loop_that_goes_on_has_its_pace_and_units_of_others_count_as_done_alone(
-    fails: bool,
-) -> None:
-    """By a clock of the test: two of nine units of 60 s, two of another process, and one more."""
-    now = 0.0
-    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
-    track = make_track(bars, in_lines=False)
-
-    def units(number: int) -> Iterator[str]:
-        nonlocal now
-        for _ in range(number):
-            now += 60
-            yield "loss 1"
-        if fails and number == 2:
-            raise Diverged("as a rate that is too high")
-
-    with suppress(Diverged):
-        for _ in track(units(2), 9, "epochs"):
-            pass
-    assert len(drawn(bars)) == (0 if fails else 1)
-    told = []
-    for _ in track(units(5), 9, "epochs", 4):
-        (line,) = drawn(bars)
-        told.append((line.split("  ")[0][2:], line.split("% ")[1]))
-    assert told[:2] == [("epochs 5/9", "0:04:00 left"), ("epochs 6/9", "0:03:00 left")]
-    assert bars.tasks == []
-
-
-def test_a_loop_through_two_calls_moves_two_bars_and_has_one_line_a_unit(
+def test_a_loop_through_two_calls_has_a_line_a_unit_with_the_time_of_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By a clock of the test: epochs of 60 s of a trial that goes on, the third one of four."""
-    now = 0.0
-    bars = make_bars(Console(width=80), disable=True, get_time=lambda: now)
+    """Epochs of two trials, which are epochs of all; each trial goes on with the bar of all."""
+    bars = make_bars(Console(width=80), disable=True)
     track = make_track(bars, in_lines=True)
-
-    def epochs() -> Iterator[str]:
-        nonlocal now
-        for k in range(6, 11):
-            now += 60
-            yield f"val {k} %"
-
-    told = []
-    for _ in track(track(epochs(), 10, "lr 0.1 seed 0", 5), 40, ALL_TRIALS, 25):
-        told.append([line.split("  ")[0][2:] + line.split("%")[-1] for line in drawn(bars)])
-    assert told[1] == [
-        "epochs of all trials 27/40 0:13:00 left",
-        "lr 0.1 seed 0 7/10 0:03:00 left",
+    for trial in range(2):
+        epochs = track([f"val {k} %" for k in range(5)], 5, f"trial {trial}")
+        for _ in track(epochs, 10, ALL_TRIALS, 5 * trial):
+            pass
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[:2] for line in lines] == [
+        [f"trial {trial} {k + 1}/5", f"val {k} %"] for trial in range(2) for k in range(5)
     ]
-    # Of all trials, once two of their epochs are done: 12 of 40 are left after the 28th.
-    left = ["", "", *(f"  0:{minutes}:00 left of all trials" for minutes in (12, 11, 10))]
-    lines = [f"lr 0.1 seed 0 {k}/10  val {k} %{left[k - 6]}" for k in range(6, 11)]
-    assert capsys.readouterr().err.splitlines() == lines
+    assert sum(line.endswith(" left") for line in lines) == 0 or "0:00:0" in lines[-1]
+    (of_all,) = [task for task in bars.tasks if task.visible]
+    assert of_all.completed == 10
 
 
-def test_the_bar_of_a_loop_that_fails_is_gone() -> None:
+def test_the_bar_of_a_loop_that_fails_is_hidden() -> None:
     """As that of a rate that diverges, after which other rates are tried."""
     bars = make_bars(Console(width=80), disable=True)
     with pytest.raises(ZeroDivisionError):
         for _ in make_track(bars, in_lines=False)((1 // k for k in (1, 0)), 9, "lr 1"):
             pass
-    assert drawn(bars) == []
+    assert not any(task.visible for task in bars.tasks)
 
 
 CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]
@@ -806,10 +562,7 @@ def test_weights_that_did_not_come_whole_are_told_with_all_else_that_is_missing(
     code, _, err = run("align --backbone vit_l16 --dataset cub200 --weights w.pth")
     dataset, weights, pool = err.splitlines()
     assert code == 2 and "data/CUB_200_2011" in dataset and "data/imagenet" in pool
-    assert (
-        weights
-        == f"error: --weights: {Path('w.pth').absolute()} (103 bytes) is cut off; fetch it anew"
-    )
+    assert weights.startswith(f"error: --weights: {Path('w.pth').absolute()}: cannot be read (")
 
 
 def test_a_large_network_on_a_cpu_is_warned_of_whatever_the_size_of_the_run(
@@ -846,7 +599,6 @@ WRONG = [  # command line, exit code, what the one line names
     ("align --backbone vit_mini --dataset quilts", 2, "a run of `bisslight pretrain --backbone"),
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: "),
     (f"{FIRST} --pool quilts --dataset folder:no", 2, "/no"),
-    (f"{FIRST} --pool quilts --dataset ./small", 2, "b"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
     (
@@ -860,11 +612,9 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{TUNE} --batch 1 head='batchnorm'", 2, "1 image, 2 are needed; give another --batch"),
     ("aling", 2, "align"),
     (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
-    (f"{ALIGN} --alternations ten", 2, "--alternations: give a whole number"),
-    (f"{ALIGN} --d-lr 0,001", 2, "--d-lr: give a number, such as 0.001"),
-    (f"{TUNE} --seed 4,5", 2, "--seed: give a whole number; --seeds N trains"),
-    (f"{ALIGN} --out ~nosuchuser/r", 2, "there is no user nosuchuser"),
-    ("demo --out ~nosuchuser/r", 2, "there is no user nosuchuser"),
+    (f"{ALIGN} --alternations ten", 2, "--alternations"),
+    (f"{ALIGN} --d-lr 0,001", 2, "--d-lr"),
+    (f"{TUNE} --seed 4,5", 2, "--seed"),
     ("demo --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
     (f"{ALIGN} --hypergrad exact", 2, "5000; give --hypergrad mfac"),
@@ -883,16 +633,16 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
     (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
-    (f"{JEPA} --pretext mae", 2, "networks of I-JEPA, which go with"),
+    (f"{JEPA} --pretext mae", 2, "no MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
     ("export with --weights other.pth", 2, "made with others; give those of its config.json"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
     (
         f"{ALIGN} --preset papr",
         2,
-        "--preset: has to be one of 'paper' or 'as-released', not 'papr'",
+        "--preset: Input should be 'paper' or 'as-released'",
     ),
-    (f"{TUNE} --seeds 0", 2, "--seeds: has to be more than 0, not 0"),
+    (f"{TUNE} --seeds 0", 2, "--seeds: Input should be greater than 0"),
     (f"{FIRST} --dataset quilts --pool omnigot", 2, "did you mean omniglot?"),
     ("align --backbone vit_mini --dataset quilts --weights gone", 2, "gone: is not here"),
     (f"{TUNE} --pool pics", 2, "--pool"),
@@ -909,9 +659,6 @@ def inputs(runs: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory) 
         (folder / "pics" / name).mkdir(parents=True)
         for i in range(6):
             Image.new("RGB", (20, 20)).save(folder / f"pics/{name}/{i}.png")
-    for name in ("a/1", "a/2", "a/3", "b/1", "b/2"):
-        (folder / "small" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 20)).save(folder / f"small/{name}.png")
     for i in range(6):
         (folder / f"pics/b/{i}.png").write_bytes(b"\x89PNG\r\n")
     for name in ("aligned", "with"):

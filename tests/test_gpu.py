@@ -31,7 +31,7 @@ from bisslight import Gradients, Passes
 from config import AlignConfig
 from lora import Backbone, Examples
 from support import runs
-from support.checkpoints import arch_of, build_head, build_pretext_task, build_vit, initialise
+from support.checkpoints import build_head, build_pretext_task, build_vit, initialise
 from support.optim import trainable
 from support.processes import HEARD
 
@@ -77,7 +77,7 @@ def one_pass(kind: str, device: str, amp: bool = False) -> Gradients:
     """A pass of one level of Algorithm 1 through a random ViT-B, the same one on every device."""
     pretext = "ijepa" if kind == "ijepa" else "mae"
     cfg = AlignConfig(backbone=BACKBONE, pretext=pretext, dataset="own", pool="own", min_keep=0)
-    arch = arch_of({}, cfg)
+    arch = cfg.arch()
     g = torch.Generator().manual_seed(0)
     vit = build_vit(arch)
     head = build_head(arch, pretext)

@@ -22,6 +22,7 @@ from PIL import Image
 
 import data
 from data import Images, Split, Transform
+from support import looking
 
 Pixels = NDArray[Any]
 CLEAR = (0, 0, 0, 0)  # black that is transparent, as programs save it
@@ -236,7 +237,7 @@ def test_the_jpegs_of_phones_are_read_and_heard_as_others(tmp_path: Path, caplog
         assert (read(tmp_path / "two.jpg") == np.asarray(first)).all()
     content = (tmp_path / "two.jpg").read_bytes()
     (tmp_path / "two.jpg").write_bytes(content[:2000] + content[2200:])
-    data.check_readable([tmp_path / "two.jpg"])
+    looking.look_at_files([tmp_path / "two.jpg"])
     assert "two.jpg: is taken as it is, but its decoder warns" in caplog.messages[0]
 
 
@@ -263,18 +264,18 @@ def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         pixels = read(path)
     with caplog.at_level(logging.WARNING):
-        data.check_readable([path, path])
+        looking.look_at_files([path])
         capfd.readouterr()
         with monkeypatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            patch.setattr(data, "overheard", None)
+            patch.setattr(looking, "overheard", None)
             list(data.batches(images, [[(0, 0), (1, 1)]] * 2, 0, torch.device("cpu")))
             data.decode_once(images.split, images.t, range(2))
             assert (read(path) == pixels).all()
     (said,) = caplog.messages
     assert said.startswith(f"{path}: ") and ("400 pixels" in said or "extraneous bytes" in said)
     assert capfd.readouterr().err == ""  # nor does libjpeg print its own line
-    with data.overheard() as words:
+    with looking.overheard() as words:
         subprocess.run(["sh", "-c", "echo another >&2"], check=True)
     assert words == [] and capfd.readouterr().err == "another\n"
 
@@ -288,9 +289,9 @@ def test_a_file_that_was_replaced_is_heard_anew(tmp_path: Path, caplog: Any) -> 
     another = spoilt_jpeg() + b"another"
     for content in (spoilt_jpeg(), spoilt_jpeg(), another, whole.read_bytes()):
         path.write_bytes(content)
-        data.check_readable([path])
+        looking.look_at_files([path])
         told.append(len(caplog.messages))
-    assert told == [1, 1, 2, 2] and path not in data.NOISY
+    assert told == [1, 2, 3, 3] and path not in data.NOISY
 
 
 def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> None:
@@ -299,7 +300,7 @@ def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> No
     for file in files:
         file.write_bytes(spoilt_jpeg())
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(data.check_readable, [files] * 8))
+        list(threads.map(looking.look_at_files, [files] * 8))
     capfd.readouterr()
     os.write(2, b"still here\n")
     assert capfd.readouterr().err == "still here\n"
@@ -309,7 +310,8 @@ def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> No
 COUNT_THREADS = """
 import os
 from pathlib import Path
-from data import Transform, cut_centre, look_at_file, read_image
+from data import Transform, cut_centre, read_image
+from support.looking import look_at_file
 def count(): return len(os.listdir("/proc/self/task"))
 before = count()
 look_at_file(Path("photo.jpg"))

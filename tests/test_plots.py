@@ -75,19 +75,6 @@ def test_an_arm_has_a_dot_at_each_accuracy_and_a_line_at_the_mean(runs: Path) ->
     assert names == ["with", "without"]
 
 
-def test_equal_dots_lie_beside_each_other_in_their_column_and_the_bar_is_named(runs: Path) -> None:
-    """Of eight seeds, three of one accuracy and five of another; no two dots are in one place."""
-    arm = evaluate([runs / "with"]).arms[0]
-    equal = arm.model_copy(update={"accuracies": [70.0, 60.0, 70.0, 60.0, 70.0, 60.0, 60.0, 60.0]})
-    axes = Figure().subplots()
-    plot_arms(axes, [arm, equal.model_copy(update={"arm": "equal"})])
-    dots = axes.get_lines()[2].get_xydata()
-    assert len({tuple(dot) for dot in dots}) == 8
-    assert max(abs(dots[:, 0] - 1)) <= 0.3  # inside of the bar of the second column
-    assert dots[dots[:, 1] == 70, 0].mean() == pytest.approx(1)
-    assert "95 % interval" in axes.get_xlabel()
-
-
 def test_of_a_mean_average_precision_there_is_no_bar_and_none_is_named(runs: Path) -> None:
     arms = evaluate([runs / "with", runs / "without"]).arms
     axes = Figure().subplots()

@@ -107,9 +107,9 @@ def done(line: str) -> str:
 def refusal(line: str, code: int = 2) -> str:
     """The one line on stderr of a command line that must end with this exit code."""
     outcome = run(line)
-    # What a folder holds is told before: "folder:/photos: 2 classes, ...".
+    # What a data set holds is told before: "folder:/photos: 2 classes, ...".
     # The pretrained toys are normalised otherwise than folders, which is told, too.
-    told = ("folder:", "own:", "pool:", "normalisation:")
+    told = ("folder:", "own:", "pool:", "normalisation:", "quilts:", "few_quilts:", "omniglot:")
     lines = [said for said in outcome.err.splitlines() if not said.startswith(told)]
     assert (outcome.code, outcome.out) == (code, ""), outcome
     assert len(lines) == 1 and lines[0].startswith("error: "), lines

@@ -1,0 +1,148 @@
+"""Program: what a run is: its definition, and in what two definitions differ.
+
+A definition is a flat record: a format number, the command, the versions of the program and torch,
+all settings, and digests of what the settings name. It is the config.json of a run; checkpoints and
+adapters carry it on. All comparisons ask it and nothing else: whether a directory is of this run,
+whether runs are seeds of one arm, and in what arms differ.
+
+A chain is a list of definitions: that of a run, that of the run it starts from, and so on.
+
+This module does without torch, so that `bisslight evaluate` starts at once.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+from config import (
+    COMPUTING,
+    PLACES,
+    SEED_SETTINGS,
+    AlignConfig,
+    FinetuneConfig,
+    Machine,
+    PretrainConfig,
+    Record,
+    flag_of,
+    without_path,
+)
+from support.errors import UsageError
+
+FORMAT = 7  # of config.json, checkpoints, results and adapters; other formats are not read
+Chain = Sequence[Record]
+# How images are found and split, and how many there are: digests say it, wherever they lie.
+FINDING = {"dataset", "data_seed", "split_file", "partial", "voc_difficult", "pool", "images"}
+# Settings that may change as a run goes on: places, and how to compute.
+MAY_CHANGE = COMPUTING | PLACES | FINDING | Machine.model_fields.keys()
+MAY_GROW = MAY_CHANGE | {"versions"}  # of a directory where no checkpoint is gone on with
+OF_SEED = MAY_CHANGE | SEED_SETTINGS | {"start_sha256"}  # what differs between the seeds of an arm
+CONTENTS = {  # by digest: the setting that names what it is of
+    "weights_sha256": "weights",
+    "data_sha256": "dataset",
+    "pool_sha256": "pool",
+    "pretext_sha256": "pretext",
+    "start_sha256": "start",
+}
+FIELDS = PretrainConfig.model_fields | AlignConfig.model_fields | FinetuneConfig.model_fields
+
+
+def check_format(said: Mapping[str, object], what: Path | str, remedy: str) -> None:
+    """Refuse (UsageError) what another version has written in another format.
+
+    `said` is a definition, and `what` where it was read.
+    """
+    if said.get("format") != FORMAT:
+        by = said.get("versions", "another version")
+        raise UsageError(f"{what}: made by {by}; finish it with that version, or {remedy}")
+
+
+def what_defines(definition: Record, but_for: Set[str] = MAY_CHANGE) -> Record:
+    """Return what a definition fixes. The file of a pretext task of one's own may lie elsewhere."""
+    fixed = {name: value for name, value in definition.items() if name not in but_for}
+    return fixed | {"pretext": without_path(fixed["pretext"])} if "pretext" in fixed else fixed
+
+
+def tell_apart(
+    chain: Chain, first: Chain, but_for: Set[str] = OF_SEED
+) -> dict[str, tuple[str, str]]:
+    """Return in what two chains differ: by name, what the one says and what the first one says.
+
+    "start.lam" is a setting of the run that a run starts from. "start" are the commands of the
+    chains, where these are not the same; then only the runs up to there are compared.
+
+    >>> direct, tuned = {"command": "finetune", "rank": 8}, {"command": "finetune", "rank": 64}
+    >>> tell_apart([direct], [tuned, {"command": "align"}])
+    {'start': ('finetune', 'align, finetune'), 'rank': ('8', '64')}
+    """
+    told: dict[str, tuple[str, str]] = {}
+    if commands(chain) != commands(first):
+        told["start"] = (", ".join(commands(chain)), ", ".join(commands(first)))
+    prefix = ""
+    for ours, theirs in zip(chain, first, strict=False):
+        if ours["command"] != theirs["command"]:
+            break
+        ours, theirs = what_defines(ours, but_for), what_defines(theirs, but_for)
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                told[prefix + name] = (say(name, ours.get(name)), say(name, theirs.get(name)))
+        prefix += "start."
+    return told
+
+
+def commands(chain: Chain) -> list[str]:
+    """Return the commands of a chain in the order in which they were run."""
+    return [definition["command"] for definition in reversed(chain)]
+
+
+def say(name: str, value: object) -> str:
+    """Return the value of a setting as text; of a digest its last digits.
+
+    >>> say("lr", [0.1, 0.2]), say("data_sha256", "2:1234abcd5678"), say("micro_batch", None)
+    ('0.1, 0.2', 'abcd5678', 'none')
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)[-8:] if name in CONTENTS else str(value)
+
+
+def explain(name: str) -> str:
+    """Return a setting by its flag and the first sentence of its help, "start." in words.
+
+    >>> explain("start.rank")
+    '--rank of the start (Rank of LoRA (r), on queries and values of every layer)'
+    >>> explain("pool_sha256")
+    'content of --pool'
+    """
+    *starts, name = name.split(".")
+    of_start = " of the start" * len(starts)
+    if name in CONTENTS:
+        return f"content of {flag_of(CONTENTS[name])}{of_start}"
+    if name not in FIELDS:  # such as the versions
+        return f"{name}{of_start}"
+    text = " ".join((FIELDS[name].description or "").split())
+    sentence = text.partition(". ")[0].partition(" [")[0].removesuffix(".")
+    return f"{flag_of(name)}{of_start} ({sentence})"
+
+
+def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) -> list[str]:
+    """Return why runs are not independent, in words; [] if they are.
+
+    Args:
+        starts: the digest of the adapter that each run starts from; None: a fresh θ.
+        seeds: those of each of these adapters, its own and those of the runs before it.
+
+    >>> find_repeated(["a", "b"], [[0], [0]])
+    ['two starts have the same seed, 0']
+    """
+    reasons = []
+    if len({*starts}) not in (1, len(starts)):
+        reasons.append(
+            f"there are {len({*starts})} starts for {len(starts)} seeds, neither one for all nor"
+            " one for each"
+        )
+    seeds_by_start = {start: tuple(own) for start, own in zip(starts, seeds, strict=True) if own}
+    known = [*seeds_by_start.values()]
+    for own in sorted({own for own in known if known.count(own) > 1}):
+        reasons.append(f"two starts have the same seed, {', '.join(map(str, own))}")
+    return reasons

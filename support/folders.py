@@ -1,0 +1,300 @@
+"""Program: a folder of images as a task or as a pool.
+
+A task is a folder of class folders, or of train/, val/ and test/ (or what people call these, see
+PARTS) with class folders each. What is refused are folders that cannot be meant so; how a folder
+was understood is printed before a run, see `support.looking.describe`.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from data import SPLITS, Pool, Split, Task, seed_for
+
+Label = int | list[int]  # the class, such as 3; or for each class 1 yes, -1 no, 0 not counted
+Entries = list[tuple[str, Label]]  # image file relative to the dataset's folder, and its label
+# Names of files and folders that are left out begin so: hidden ones, and those that systems make,
+# such as the thumbnails of a NAS in @eaDir.
+LEFT_OUT = (".", "@", "#recycle", "#snapshot", "$RECYCLE", "__MACOSX")
+PARTS = {  # what folders of parts are called, in small letters, and what they are
+    **dict.fromkeys(("train", "training", "trainset"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "testset"), "test"),
+}
+CONVERT = "images are read as JPEG, PNG, BMP, TIFF, PPM or WebP: convert others, unpack archives"
+
+
+# --- what lies below a folder -------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """What lies below a folder, see `find_images`."""
+
+    images: list[Path]  # sorted by path
+    left_out: Counter[str]  # how many other files there are, by ending: {".heic": 2}
+    faults: list[str]  # links to nowhere, and folders that cannot be read
+
+
+def find_images(root: Path) -> Found:
+    """Find all image files below a folder, except files and folders whose names are LEFT_OUT.
+
+    Links are followed, but no folder is entered twice: a link may lead back.
+    """
+    found = Found([], Counter(), [])
+    entered = set[Path]()  # where the folders really lie
+    to_enter = [root]
+    while to_enter:
+        place = to_enter.pop()
+        real = place.resolve()
+        if real in entered:
+            continue
+        entered.add(real)
+        try:
+            paths = shown(place)
+        except OSError as error:
+            found.faults.append(f"{place}: cannot be read ({error.strerror}); see its permissions")
+            continue
+        # In reverse order, since `to_enter` gives back last what was put on it first: where a
+        # folder has two names, the first one in order counts.
+        for path in reversed(paths):
+            # If it is a folder, or no file at all, reading it as an image will say so.
+            if path.suffix.lower() in IMG_EXTENSIONS:
+                found.images.append(path)
+            elif path.is_dir():
+                to_enter.append(path)
+            elif leads_nowhere(path):
+                found.faults.append(say_nowhere(path))
+            else:
+                found.left_out[path.suffix.lower()] += 1
+    found.images.sort(key=str)  # as text, by which a-b/1.png comes before a/1.png
+    return found
+
+
+def shown(place: Path) -> list[Path]:
+    """Return the paths directly in a folder whose names are not LEFT_OUT, sorted by name.
+
+    Raises OSError.
+    """
+    paths = (path for path in place.iterdir() if not path.name.startswith(LEFT_OUT))
+    return sorted(paths, key=lambda path: path.name)
+
+
+def subfolders(place: Path) -> list[Path]:
+    """Return the folders directly in a folder whose names are not LEFT_OUT, sorted by name."""
+    return [path for path in shown(place) if path.is_dir()]
+
+
+def has_images(place: Path) -> bool:
+    """Whether image files lie directly in a folder, by their names."""
+    return any(path.suffix.lower() in IMG_EXTENSIONS for path in shown(place))
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Whether a path is a link to something that is not there, as on a disk not mounted."""
+    return path.is_symlink() and not path.exists()
+
+
+def say_nowhere(path: Path) -> str:
+    """Return that a link leads nowhere, and what to do."""
+    return f"{path}: is a link to nowhere; bring back what it leads to, or remove it"
+
+
+def in_words(left_out: Mapping[str, int]) -> str:
+    """Return as a text how many files have which ending, the most frequent ending first.
+
+    >>> in_words({".txt": 2, "": 1})
+    '2 .txt, 1 without an ending'
+    """
+    most_first = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{n} {ending or 'without an ending'}" for ending, n in most_first)
+
+
+# --- a pool -------------------------------------------------------------------------------------
+
+
+def pool_of(root: Path) -> Pool:
+    """Return all images below a folder. Raises ValueError where it has none, or a fault."""
+    images, left_out, faults = find_images(root)
+    if faults:
+        raise ValueError("; ".join(faults))
+    if not images:
+        raise ValueError(say_no_image(f"{root} has no images", left_out))
+    return Pool(images, left_out=left_out)
+
+
+def say_no_image(what: str, left_out: Mapping[str, int]) -> str:
+    """Return that something has no images, what there is instead, and what to do."""
+    return f"{what}, but {in_words(left_out)}; {CONVERT}" if left_out else what
+
+
+# --- a task -------------------------------------------------------------------------------------
+
+
+def folder(root: str | Path, seed: int) -> Task:
+    """Read a task: a folder of class folders, or of train/, val/, test/ with class folders each.
+
+    A missing test or val is taken from train, see `holdout`. Raises ValueError with all faults.
+    """
+    root = Path(root)
+    parts = find_parts(root)
+    classes = list_classes(parts)
+    entries: dict[str, Entries] = {part: [] for part in parts}
+    left_out = count_beside({root, *parts.values()})
+    if root not in parts.values():
+        left_out += count_in({*subfolders(root)} - {*parts.values()})
+    faults: list[str] = []
+    for part, place in parts.items():
+        for class_folder in subfolders(place):
+            found = find_images(class_folder)
+            label = classes.index(class_folder.name)
+            entries[part] += [(file.relative_to(root).as_posix(), label) for file in found.images]
+            left_out += found.left_out
+            faults += found.faults
+    drawn = [name for name in SPLITS if name not in parts]
+    for name in reversed(drawn):  # test first, so val is a fifth of what test leaves
+        entries["train"], entries[name] = holdout(entries["train"], seed, name)
+    faults += find_gaps(entries, classes, left_out)
+    if faults:
+        raise ValueError("; ".join(faults))
+    train, val, test = (split_of(root, entries[name]) for name in SPLITS)
+    return Task(f"folder:{root}", train, val, test, classes, left_out=left_out, drawn=drawn)
+
+
+def split_of(root: Path, entries: Entries) -> Split:
+    """Make a split of image files, each named relative to the folder `root`, and labels."""
+    files = [root / file for file, _ in entries]
+    labels = [label for _, label in entries]
+    return Split(files, torch.tensor(labels, dtype=torch.int64))
+
+
+def find_parts(root: Path) -> dict[str, Path]:
+    """Return the folders of train, val and test by these names; without any, {"train": root}.
+
+    A folder that has one of the names in PARTS is a part if it holds folders, else it is a class.
+    Raises ValueError for two parts of one meaning, for parts without train, and where a link leads
+    nowhere, since it may be a part or a class.
+    """
+    check_links([root])
+    parts: dict[str, Path] = {}
+    for path in subfolders(root):
+        part = PARTS.get(path.name.lower())
+        if part is None or not subfolders(path):
+            continue
+        if part in parts:
+            raise ValueError(f"{parts[part]} and {path} both mean {part}: make one of them")
+        parts[part] = path
+    if not parts:
+        return {"train": root}
+    if "train" not in parts:
+        names = ", ".join(path.name for path in parts.values())
+        raise ValueError(
+            f"{root} holds {names}, but no train: put the classes to train on into {root}/train/,"
+            f" or rename {names} if these are classes"
+        )
+    check_links(parts.values())
+    return parts
+
+
+def check_links(places: Iterable[Path]) -> None:
+    """Raise ValueError for links to nowhere directly in some folders: these may be classes."""
+    if lost := [path for place in places for path in shown(place) if leads_nowhere(path)]:
+        raise ValueError("; ".join(map(say_nowhere, lost)))
+
+
+def list_classes(parts: Mapping[str, Path]) -> list[str]:
+    """Return the names of the class folders in all parts, sorted.
+
+    Raises ValueError where there are fewer than two, and where one holds nothing but parts.
+    """
+    folders = [path for place in parts.values() for path in subfolders(place)]
+    classes = sorted({path.name for path in folders})
+    if len(classes) < 2:
+        raise ValueError(say_too_few(parts["train"], classes))
+    for path in folders:
+        inside = [inner.name for inner in subfolders(path)]
+        if inside and {name.lower() for name in inside} <= PARTS.keys() and not has_images(path):
+            raise ValueError(
+                f"{path} holds {' and '.join(inside)}: put parts above classes, as"
+                f" {path.parent}/{inside[0]}/{path.name}"
+            )
+    return classes
+
+
+def say_too_few(place: Path, classes: Sequence[str]) -> str:
+    """Return that a folder of class folders has none or one, its `classes`, and what to do."""
+    remedy = f"put the images into {place}/CLASS/"
+    inside = place
+    while len(subfolders(inside)) == 1 and len(inside.parts) < len(place.parts) + 5:
+        inside = subfolders(inside)[0]  # such as what an archive was unpacked into
+    if len(subfolders(inside)) > 1:
+        remedy = f"the classes may be in {inside}: give that"
+    elif not has_images(place):
+        remedy = f"{remedy}; {CONVERT}"
+    holds = ", ".join(classes) or "none"
+    return f"needs two or more class folders, and {place} holds {holds}: {remedy}"
+
+
+def count_beside(places: Iterable[Path]) -> Counter[str]:
+    """Return how many files lie beside class folders or parts, by ending."""
+    left_out = Counter[str]()
+    for path in (path for place in places for path in shown(place)):
+        if not path.is_dir():
+            ending = path.suffix.lower()
+            is_image = ending in IMG_EXTENSIONS
+            left_out[f"{ending} beside class folders" if is_image else ending] += 1
+    return left_out
+
+
+def count_in(places: Iterable[Path]) -> Counter[str]:
+    """Return how many files lie in folders beside the parts, by ending: they are left out."""
+    left_out = Counter[str]()
+    for place in places:
+        images, others, _ = find_images(place)
+        left_out += others + Counter(f"{path.suffix.lower()} beside parts" for path in images)
+    return left_out
+
+
+def find_gaps(
+    entries: Mapping[str, Entries], classes: Sequence[str], left_out: Mapping[str, int]
+) -> list[str]:
+    """Return a fault for an empty part, and for classes of which train has no image."""
+    faults = [
+        say_no_image(f"no image for {part}", left_out) for part in SPLITS if not entries[part]
+    ]
+    to_train_on = {label for _, label in entries["train"]}
+    lacking = [name for label, name in enumerate(classes) if label not in to_train_on]
+    if lacking and entries["train"]:
+        line = f"no image for train of class {', '.join(lacking)}"
+        faults.append(say_no_image(line, left_out))
+    return faults
+
+
+def holdout(entries: Entries, seed: int, split_name: str) -> tuple[Entries, Entries]:
+    """Take a fifth of each class out of `entries`; returns (rest, taken), each in its old order.
+
+    The files of a class are sorted by a hash of seed, `split_name` ("test" or "val") and file name;
+    the first fifth is taken. So it does not depend on the order in which files are listed. A fifth
+    is rounded down, but is at least one image; a class with a single image keeps it. CUB-200 is
+    split into 4800 and 1194 images, as many as in the authors' program.
+
+    >>> holdout([("1.jpg", 0), ("2.jpg", 0), ("3.jpg", 1)], 0, "val")
+    ([('1.jpg', 0), ('3.jpg', 1)], [('2.jpg', 0)])
+    """
+    by_class = defaultdict[Label, Entries](list)
+    for entry in entries:
+        _, label = entry  # a class number, no list
+        by_class[label].append(entry)
+    chosen = set[str]()
+    for of_class in by_class.values():
+        files = [file for file, _ in of_class]
+        files.sort(key=partial(seed_for, seed, split_name))  # of each file the sha256, a number
+        if len(files) > 1:
+            chosen.update(files[: max(1, len(files) // 5)])
+    rest = [entry for entry in entries if entry[0] not in chosen]
+    taken = [entry for entry in entries if entry[0] in chosen]
+    return rest, taken

@@ -1,0 +1,344 @@
+"""Program: what is in a data set, before a run: each labelled image is read once, to its end.
+
+So damaged files are named before the long work, and each image gets the one hash that it is known
+by: the sha256 of its file's bytes or, in memory, of its pixels. From these hashes come the digest
+of a task, and the images that its splits share.
+A pool may have a million images; it is known by names and sizes alone.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import NamedTuple
+
+from torch import Tensor
+
+from data import NOISY, SPLITS, ImageError, Pool, Split, Task, read_image
+from support.folders import in_words
+from support.processes import stop_if_asked, world
+from support.runs import READING, Track, untracked
+
+LOG = logging.getLogger("bisslight")
+Hashes = dict[str, list[str]]  # of the images of each split, by its name, in their order
+# Of a larger pool, SAMPLE files are read before the work: all of a million would take an hour.
+MOST_READ = 20_000
+SAMPLE = 1_000
+MOST_SIZES = 100_000  # of how many files of a pool the size is asked: networks answer slowly
+READ_AT_ONCE = 200  # files handed to threads: after Ctrl-C, taking thousands back takes seconds
+DIVIDE = (
+    "If several images show one patient, film or object, divide them yourself, as docs/guide.md"
+    " shows"
+)
+LISTENING = Lock()  # of the thread that is in `overheard`
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """What was found when an image file was read to its end."""
+
+    sha256: str = ""  # of its bytes
+    fault: str = ""  # why it cannot be read; empty if it can
+
+
+def look_at_file(file: Path) -> Look:
+    """Read an image file to its end; returns its hash, or its fault."""
+    try:
+        read_image(file)
+    except ImageError as error:
+        return Look(fault=str(error))
+    return Look(hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path, Look]:
+    """Read image files to their end; log what decoders warn of. `track` shows how far this is.
+
+    Raises Stopped after a signal, but torchrun's processes stop later: they would wait for each
+    other at each image.
+    """
+    NOISY.difference_update(files)  # they may have been replaced since a run before this one
+    looks: list[Look] = []
+    with overheard() as said, ThreadPoolExecutor(8) as threads:  # decoders release Python's lock
+        for look in track(look_at_each(files, threads), total=len(files), label=READING):
+            if world().size == 1:
+                stop_if_asked()
+            looks.append(look)
+    found = dict(zip(files, looks, strict=True))
+    if said:  # this is rare; files are read again, each alone, to learn which one it was said of
+        for file, look in found.items():
+            if not look.fault:
+                warn_of(file)
+    return found
+
+
+def look_at_each(files: Sequence[Path], threads: ThreadPoolExecutor) -> Iterator[Look]:
+    """Read image files to their end, and yield what was found in each."""
+    # The first file alone: in a process that was forked, torch sets its own threads up when one of
+    # ours calls it first, and it ends with an error where two do so at once.
+    for file in files[:1]:
+        yield threads.submit(look_at_file, file).result()
+    for start in range(1, len(files), READ_AT_ONCE):
+        yield from threads.map(look_at_file, files[start : start + READ_AT_ONCE])
+
+
+def check_readable(looks: Iterable[Look]) -> None:
+    """Raise ImageError, which names all files that cannot be read."""
+    if faults := [look.fault for look in looks if look.fault]:
+        raise ImageError("; ".join(faults))
+
+
+@contextmanager
+def overheard() -> Iterator[list[str]]:
+    """Collect what decoders warn of inside the block, since they do not name the file.
+
+    The list that is yielded is filled when the block ends. Pillow warns by Python's means. libjpeg
+    writes to file descriptor 2, which leads into a file meanwhile; what others have written there
+    is printed in the end, by sys.stderr, which puts it above a bar. All this belongs to the whole
+    process, so one thread listens at a time, and none does while a network is trained.
+    """
+    said: list[str] = []
+    if sys.stderr is None:  # descriptor 2 was closed, so a file of the run may have got its number
+        yield said
+        return
+    recording = warnings.catch_warnings(record=True)
+    with LISTENING, recording as caught, TemporaryFile() as heard:
+        warnings.simplefilter("always")
+        screen = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(screen, 2)
+            os.close(screen)
+            said += [str(warning.message) for warning in caught]
+            heard.seek(0)
+            for line in heard:
+                if re.search(rb"JPEG|JFIF|progression|Adobe|TIFF|LZW|tempfile|per pixel", line):
+                    said.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
+                elif sys.stderr is not None:  # None where it was closed
+                    sys.stderr.write(line.decode(errors="backslashreplace"))
+                    sys.stderr.flush()
+
+
+def warn_of(file: Path) -> None:
+    """Read an image file alone, and log what its decoder warns of, with the name of the file."""
+    with overheard() as said:
+        read_image(file)
+    if said:
+        NOISY.add(file)
+    for text in dict.fromkeys(said):
+        LOG.warning("%s: is taken as it is, but its decoder warns (%s)", file, text)
+
+
+# --- a task -------------------------------------------------------------------------------------
+
+
+def look_at_task(task: Task, track: Track = untracked) -> Hashes:
+    """Read all images of a task; returns the hash of each. Raises ImageError for damaged files."""
+    looks = look_at_files(files_of(task), track)
+    check_readable(looks.values())
+    return hash_images(task, looks)
+
+
+def files_of(source: Task | Pool) -> list[Path]:
+    """Return all image files of a task or pool, each once; images in memory have none."""
+    parts = [source] if isinstance(source, Pool) else source.splits().values()
+    files = [part.images for part in parts if not isinstance(part.images, Tensor)]
+    return list(dict.fromkeys(file for some in files for file in some))
+
+
+def hash_images(task: Task, looks: Mapping[Path, Look]) -> Hashes:
+    """Return the hash of each image of a task, whose files were looked at."""
+    hashes: Hashes = {}
+    for name, split in task.splits().items():
+        if isinstance(split.images, Tensor):
+            hashes[name] = hash_pixels(split.images)
+        else:  # a damaged file is no copy of another one
+            hashes[name] = [looks[file].sha256 or str(file) for file in split.images]
+    return hashes
+
+
+def hash_pixels(images: Tensor) -> list[str]:
+    """Return the sha256 of shape and numbers of each image in memory (images, 3, height, width)."""
+    shape = str(tuple(images.shape[1:])).encode()
+    numbers = (image.contiguous().numpy().tobytes() for image in images)
+    return [hashlib.sha256(shape + of_image).hexdigest() for of_image in numbers]
+
+
+def digest_of_task(task: Task, hashes: Hashes) -> str:
+    """Return the sha256 of all that a task says: images in their order, labels, classes and so on.
+
+    Files are known by their names below the folder that holds all of them, too.
+    A run that goes on compares it with that of its beginning, and `evaluate` that of two runs.
+    """
+    sha = hashlib.sha256()
+    mean_and_std = [[float(x) for x in values] for values in (task.mean, task.std)]
+    sha.update(repr([mean_and_std, task.uncut, list(task.classes)]).encode())
+    sha.update(names_of(files_of(task)))
+    for name, split in task.splits().items():
+        sha.update("".join(hashes[name]).encode())
+        sha.update(split.targets.numpy().tobytes())
+    return f"3:{sha.hexdigest()}"  # 3: the number of this way of making one
+
+
+def find_shared(task: Task, hashes: Hashes) -> list[str]:
+    """Return a line for each two splits with images in common, with their number and one of them.
+
+    >>> import torch
+    >>> split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+    >>> task = Task("own", split, split, split, ["daisy", "rose"])
+    >>> find_shared(task, {"train": ["a", "b"], "val": ["b", "c"], "test": ["d", "e"]})
+    ['train and val share 1 image, such as number 0 of val']
+    """
+    lines = []
+    for one, two in combinations(SPLITS, 2):
+        of_one = {*hashes[one]}
+        both = [k for k, image in enumerate(hashes[two]) if image in of_one]
+        if both:
+            images = "1 image" if len(both) == 1 else f"{len(both)} images"
+            example = name_image(task.splits()[two], two, both[0])
+            lines.append(f"{one} and {two} share {images}, such as {example}")
+    return lines
+
+
+def name_image(split: Split, part: str, k: int) -> str:
+    """Return the file of image k of a part or, in memory, its number."""
+    return f"number {k} of {part}" if isinstance(split.images, Tensor) else str(split.images[k])
+
+
+def find_copies(files: Mapping[Path, Look]) -> list[list[Path]]:
+    """Return the files that have the same bytes, two or more of them."""
+    groups = defaultdict[str, list[Path]](list)
+    for file, look in files.items():
+        if not look.fault:
+            groups[look.sha256].append(file)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+# --- a pool -------------------------------------------------------------------------------------
+
+
+def look_at_pool(pool: Pool, track: Track = untracked, but_for: Collection[Path] = ()) -> None:
+    """Log what a pool has, and read its files but for some, as those of a task that were read.
+
+    Of more than MOST_READ files, SAMPLE are read. Raises ImageError for damaged files.
+    """
+    for line in describe(pool):
+        LOG.info("pool: %s", line)
+    files = [file for file in files_of(pool) if file not in but_for]
+    if len(files) > MOST_READ:
+        files = [*evenly_spaced(files, SAMPLE)]
+    check_readable(look_at_files(files, track).values())
+
+
+def digest_of_pool(pool: Pool) -> str:
+    """Return the sha256 of mean, std, and the names and sizes of a pool's files, or its pixels.
+
+    Names are paths below the folder that holds all images, so that the pool may be moved. Raises
+    ImageError for what is no file.
+    """
+    sha = hashlib.sha256()
+    mean_and_std = [[float(x) for x in values] for values in (pool.mean, pool.std)]
+    sha.update(repr(mean_and_std).encode())
+    if isinstance(pool.images, Tensor):
+        sha.update("".join(hash_pixels(pool.images)).encode())
+        return f"3:{sha.hexdigest()}"
+    sha.update(names_of(pool.images))
+    sha.update(repr([size_of(file) for file in evenly_spaced(pool.images, MOST_SIZES)]).encode())
+    return f"3:{sha.hexdigest()}"
+
+
+def names_of(files: Sequence[Path]) -> bytes:
+    """Return the names of files below the folder that holds all of them, a line each."""
+    root = os.path.commonpath({file.parent for file in files}) if files else ""
+    prefix = len(os.path.join(root, ""))  # noqa: PTH118  # as text: fast for ImageNet
+    return "\n".join(str(file)[prefix:] for file in files).encode(errors="surrogateescape")
+
+
+def size_of(file: Path) -> int:
+    """Return how many bytes an image file has. Raises ImageError where it is not there."""
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise ImageError(f"{file}: cannot be read ({error.strerror}); remove it") from error
+
+
+def evenly_spaced(files: Sequence[Path], most: int) -> Sequence[Path]:
+    """Return every k-th of the files, from the first on; k is the least that leaves at most `most`.
+
+    >>> [str(file) for file in evenly_spaced([Path("a"), Path("b"), Path("c")], 2)]
+    ['a', 'c']
+    """
+    return files[:: max(1, math.ceil(len(files) / most))]
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def describe(source: Task | Pool) -> list[str]:
+    """Return how a data set was understood: classes and counts, what was drawn, what left out.
+
+    >>> import torch
+    >>> split = Split(torch.rand(3, 3, 8, 8), torch.tensor([0, 0, 1]))
+    >>> describe(Task("own", split, split, split, ["daisy", "rose"], left_out={".heic": 2}))
+    ['2 classes, 9 images: daisy 6, rose 3; train 3, val 3, test 3', 'left out: 2 .heic']
+    """
+    if isinstance(source, Pool):
+        lines = [f"images without labels: {len(source.images)}"]
+    else:
+        lines = [describe_counts(source)]
+        lines += [f"{part} lacks {', '.join(names)}" for part, names in find_lacking(source)]
+        if source.drawn:
+            lines.append(f"drawn image by image: {', '.join(['train', *source.drawn])}. {DIVIDE}")
+    if source.left_out:
+        lines.append(f"left out: {in_words(source.left_out)}")
+    return lines
+
+
+def describe_counts(task: Task) -> str:
+    """Return how many images there are of each class, and in each split, of a task."""
+    of_splits = (count_by_class(split, len(task.classes)) for split in task.splits().values())
+    counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
+    of_classes = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=True)]
+    if len(of_classes) > 20:  # the first ten and the last five are named
+        of_classes[10:-5] = ["..."]
+        of_classes[-1] += f" (from {min(counts)} to {max(counts)} a class)"
+    sizes = task.sizes()
+    parts = ", ".join(f"{name} {n}" for name, n in sizes.items())
+    return f"{len(counts)} classes, {sum(sizes.values())} images: {', '.join(of_classes)}; {parts}"
+
+
+def find_lacking(task: Task) -> list[tuple[str, list[str]]]:
+    """Return the parts that lack classes, with the names of these."""
+    found = []
+    for part, split in task.splits().items():
+        counts = count_by_class(split, len(task.classes))
+        if lacking := [name for name, n in zip(task.classes, counts, strict=True) if not n]:
+            found.append((part, lacking))
+    return found
+
+
+def count_by_class(split: Split, classes: int) -> list[int]:
+    """Return how many images of each class a split has; `classes` is the number of classes.
+
+    >>> import torch
+    >>> count_by_class(Split([], torch.tensor([0, 0, 2])), 3)
+    [2, 0, 1]
+    """
+    if split.targets.ndim == 2:  # an image may be of several
+        return (split.targets == 1).sum(0).tolist()
+    counts: list[int] = split.targets.bincount(minlength=classes).tolist()
+    return counts

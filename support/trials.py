@@ -1,0 +1,117 @@
+"""Program: the directory of a finetune run: what its trials have in common, and which there are.
+
+OUT/config.json         what all trials have in common
+OUT/lr0.001-s0          a trial: the run of one rate with one seed
+OUT/result.json         once all that was asked for is there
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from config import FinetuneConfig, Record
+from support.experiment import Experiment
+from support.files import locked, read_json, write_atomic
+from support.processes import agreed, wait_for_all
+from support.results import TrialResult, read_result
+from support.runs import ALL_TRIALS, LOG, T, Track, check_directory, check_one_run
+from support.runs import define as define_run
+from support.starts import Start
+
+Tuning = Experiment[FinetuneConfig]  # what all trials share
+
+
+class Trial(NamedTuple):
+    """One rate with one seed, as it is planned."""
+
+    cfg: FinetuneConfig  # the settings with this rate and seed
+    start: Start  # what the seed starts from
+    place: Path  # its run directory, below that of the finetune run
+
+    @property
+    def label(self) -> str:
+        """What it is called as it is shown, such as "lr 0.001 seed 0"."""
+        return f"lr {self.cfg.rate:g} seed {self.cfg.seed}"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, also by diverging."""
+        return (self.place / "result.json").exists()
+
+
+def define(experiment: Tuning, start: Start) -> Record:
+    """Return the definition of a finetune run: what all its trials have in common.
+
+    Later commands may add rates and seeds, so these are not in it. Where each seed starts from an
+    adapter of its own, `start` is that of the first seed; a trial's config.json has the digest of
+    its own.
+    """
+    digests = experiment.digests | {"start_sha256": start.sha256}
+    whole = define_run("finetune", experiment.cfg, digests)
+    return {name: whole[name] for name in whole if name not in ("lr", "seeds", "grid_seeds")}
+
+
+def begin(out: Path, experiment: Tuning, start: Start) -> None:
+    """Make the directory and its config.json, if they are not there yet.
+
+    Raises UsageError where the directory is that of another run, or of something else.
+    """
+    check_one_run(out, define_run("finetune", experiment.cfg, experiment.digests))
+    definition = define(experiment, start)
+    check_directory(out, definition)
+    wait_for_all()  # until each process has looked; only then process 0 writes
+    if not agreed((out / "config.json").exists()):
+        with locked(out, wait=True):
+            check_directory(out, definition)  # another process may have begun
+            write_atomic(out / "config.json", json.dumps(definition, indent=1))
+
+
+def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
+    """Return the settings with all rates and seeds that earlier commands gave for `out`, too.
+
+    So a command with fewer of them takes no trial out of result.json.
+    """
+    if not agreed((out / "result.json").exists()):
+        return cfg
+    earlier = read_result(out)
+    rates = tuple(sorted({*earlier.rates, *cfg.lr}))
+    seeds = max(cfg.seeds, len(earlier.trials))
+    grid_seeds = max(cfg.grid_seeds, earlier.grid_seeds)
+    if (rates, seeds) != (cfg.lr, cfg.seeds):
+        all_rates = ", ".join(f"{rate:g}" for rate in rates)
+        LOG.info("%s: with what is there already, rates %s and %d seeds", out, all_rates, seeds)
+    return cfg.model_copy(update={"lr": rates, "seeds": seeds, "grid_seeds": grid_seeds})
+
+
+def read_finished(out: Path) -> list[TrialResult]:
+    """Read the results of all trials in `out`, also of rates that have lost since."""
+    finished = []
+    for file in sorted(out.glob("lr*-s*/result.json")):
+        content = read_json(file)
+        if file.parent.name == f"lr{content.get('lr')}-s{content.get('seed')}":  # no backup of one
+            finished.append(TrialResult.model_validate(content))
+    return finished
+
+
+def follow(track: Track, trials: Sequence[Trial], number: int) -> Track:
+    """Return a `Track` for the epochs of one trial, which also counts those of all trials.
+
+    Finished trials count with all of their epochs, and so do those that diverged.
+
+    Args:
+        track: shows progress.
+        trials: those that are planned so far, in their order.
+        number: how many there will be; those of the best rate are planned once it is known.
+    """
+    if number == 1:
+        return track
+    labels = [trial.label for trial in trials]
+
+    def track_both(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+        finished = sum(trial.is_finished for trial in trials)
+        label = f"trial {labels.index(label) + 1} of {number}, {label}"
+        of_trial = track(items, total, label, done)
+        return track(of_trial, number * total, ALL_TRIALS, finished * total + done)
+
+    return track_both
