@@ -122,12 +122,12 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
             s.opt_P.update([s.theta_P, *s.phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
             # end of blank
         H = partial(passes.hessian, loss_P, s.theta_P, s.phi_P, batch)  # for CG alone
-        inverse = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
+        solve = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
         for _ in range(steps.upper_steps):  # l.11
             examples = next(labelled)
             # blank: lines 12 and 13; call the results g and q
             _, g, g_phi_D_at_P = passes.gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
-            q = inverse(g)  # l.13
+            q = solve(g)  # l.13
             # end of blank
             cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             ratio = q.norm() / g.norm()
