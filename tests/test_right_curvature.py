@@ -194,14 +194,14 @@ def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
 
     lam = float(torch.linalg.eigvalsh(N)[-1]) / 1000  # eight directions are then not enough
     A = N + lam * torch.eye(len(N)).double()
-    inverse = newton(theta[:, None], lam, lambda: H)
+    solve = newton(theta[:, None], lam, lambda: H)
     for query in queries:
         krylov = [query.flatten()]
         for _ in range(7):
             krylov.append(A @ krylov[-1] / (A @ krylov[-1]).norm())
         P, _ = torch.linalg.qr(torch.stack(krylov, 1))
         dense = lam * P @ torch.linalg.solve(P.mT @ A @ P, P.mT @ query.flatten())
-        torch.testing.assert_close(inverse(query).flatten(), dense, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(solve(query).flatten(), dense, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.slow
