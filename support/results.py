@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from config import Record, read_table
+from config import Record
 from support.errors import as_read_error
 from support.screen import count, draw_table, format_accuracies
+from support.settings_files import read_table
 
 
 class Score(BaseModel, frozen=True):

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from config import FinetuneConfig, Record, find_runs
+from config import FinetuneConfig, Record
 from support.adapters import find_adapters, load_adapter
 from support.definitions import OF_SEED, explain, find_repeated, tell_apart
 from support.errors import UsageError
 from support.experiment import C, Experiment
 from support.files import read_json, sha256
 from support.results import AdapterInfo
+from support.settings_files import find_runs
 
 LOG = logging.getLogger("bisslight")
 NOTHING = AdapterInfo()  # what is said of a fresh θ

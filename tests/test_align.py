@@ -28,10 +28,8 @@ from config import (
     ALIGNED_RATES,
     OMNIGLOT,
     RATES,
-    RELEASED,
     AlignConfig,
     FinetuneConfig,
-    defaults_of,
 )
 from data import rng
 from lora import init_head
@@ -39,6 +37,7 @@ from support.benchmarks import BENCHMARKS
 from support.experiment import open_experiment
 from support.files import sha256
 from support.optim import trainable
+from support.recipes import RELEASED, defaults_of
 
 EXAMPLE = ROOT / "examples/rotation.py"
 

@@ -1,0 +1,70 @@
+"""Program: settings that are read from files: of --config, and the config.json of a run."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from support.suggestions import say_not_here
+
+Content = dict[str, Any]  # what a file has by name
+
+
+def read_settings(path: Path) -> Content:
+    """Read settings from a TOML file, or from JSON such as a run's config.json.
+
+    What else a config.json says of its run is left out. Raises ValueError, as `read_table`.
+    """
+    no_settings = {"format", "command", "versions", "images"}
+    return {
+        name: value
+        for name, value in read_table(path).items()
+        if name not in no_settings and not name.endswith("_sha256")
+    }
+
+
+def read_table(path: Path) -> Content:
+    """Read all that a TOML or JSON file has by name. Raises ValueError where it is no such file."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError("there is no such file")
+    text = path.read_text("utf-8-sig")  # Windows' editor writes a mark before the text
+    content = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no settings by name")
+    return content
+
+
+def find_runs(path: Path) -> list[Path]:
+    """Return [path] if this is a run, which has a config.json; else the runs in this directory.
+
+    Without any run in it, [path] again.
+    """
+    if (path / "config.json").exists():
+        return [path]
+    runs = [file.parent for file in path.glob("*/config.json")]
+    # of s2 and s10, s2 is the shorter name
+    return sorted(runs, key=lambda run: (len(run.name), run)) or [path]
+
+
+def read_run(run: Path) -> Content:
+    """Read the config.json of the run that --from names.
+
+    Of an adapter file that is the run which it lies in, of a folder of runs the first one. Returns
+    {} for an adapter file without a run. Raises ValueError where there is no run, and for a
+    pretrain run, which has no adapter.
+    """
+    if not run.exists():
+        raise ValueError(say_not_here(run, "give an align or finetune run"))
+    file = (run.parent if run.is_file() else find_runs(run)[0]) / "config.json"
+    if not file.exists():
+        if run.is_file():
+            return {}
+        raise ValueError("is no align or finetune run, and no folder of them")
+    try:
+        settings = read_table(file)
+        command = settings["command"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"{file} is damaged ({error}); give another run") from error
+    if command == "pretrain":
+        raise ValueError("is a pretrain run, which has no adapter; give it as --weights")
+    return settings
