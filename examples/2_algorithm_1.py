@@ -24,7 +24,8 @@ import mae
 from bisslight import Hypergradient, Log, Passes, State, algorithm_1
 from config import AlignConfig
 from data import rng
-from lora import Examples, downstream_loss, init_head, init_theta
+from head import Examples, downstream_loss, init_head
+from lora import init_theta
 from mfac import mfac
 from support.experiment import open_experiment
 from support.optim import Group, Optimiser, Schedule, trainable

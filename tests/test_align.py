@@ -34,7 +34,7 @@ from config import (
     defaults_of,
 )
 from data import rng
-from lora import init_head
+from head import init_head
 from support.benchmarks import BENCHMARKS
 from support.experiment import open_experiment
 from support.files import sha256
