@@ -24,7 +24,8 @@ import mae
 from bisslight import Hypergradient, Log, Passes, State, algorithm_1
 from config import AlignConfig
 from data import rng
-from lora import Examples, downstream_loss, init_head, init_theta
+from head import Examples, downstream_loss, init_head
+from lora import init_theta
 from mfac import mfac
 from support.experiment import open_experiment
 from support.optim import Group, Optimiser, Schedule, trainable
@@ -132,9 +133,9 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
             cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             ratio = q.norm() / g.norm()
             # blank: lines 14 to 16, with the same examples
-            _, grad_D_at_D, grad_phi_at_D = passes.gradients(
+            _, grad_D_at_D, grad_phi_at_D = passes.gradients(  # l.14
                 loss_D, s.theta_D, s.phi_D, examples
-            )  # l.14
+            )
             g_D = q + grad_D_at_D  # l.14
             g_phi_D = [grad_phi_at_P[name] + grad_phi_at_D[name] for name in s.phi_D]  # l.15
             s.opt_D.update([s.theta_D, *s.phi_D.values()], [g_D, *g_phi_D])  # l.16

@@ -28,8 +28,8 @@ from torchvision.models.resnet import BasicBlock
 
 from bisslight import Hypergradient, Log, Phi, State, algorithm_1
 from data import rng
+from head import Examples, init_head
 from hypergradients import identity
-from lora import Examples, init_head
 from mfac import mfac
 from support.benchmarks import omniglot_pool, omniglot_task
 from support.optim import Group, Optimiser, Schedule, trainable

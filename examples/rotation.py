@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora import Backbone, Phi, features
+from head import Phi, features
+from lora import Backbone
 
 
 class Batch(NamedTuple):

@@ -27,7 +27,8 @@ from experiments.networks import BATCH, Network, open_networks, validation_image
 from experiments.recipe import Backbone as BackboneName
 from experiments.recipe import Dataset, Set, markdown, read_settings, run_script
 from extras.plots import save
-from lora import Backbone, block_forward, features, logits, qkv
+from head import features, logits
+from lora import Backbone, block_forward, qkv
 from support.errors import UsageError
 from support.experiment import Experiment
 from support.processes import make_ready

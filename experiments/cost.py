@@ -21,7 +21,8 @@ import mae
 from bisslight import Passes
 from config import BACKBONES, Arch, Record
 from experiments.recipe import markdown, run_script
-from lora import Backbone, Examples, downstream_loss
+from head import Examples, downstream_loss
+from lora import Backbone
 from support.checkpoints import build_head, build_vit
 
 CLASSES = 100

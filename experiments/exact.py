@@ -23,8 +23,9 @@ from config import AlignConfig, Record
 from data import Stored, Task, rng
 from experiments.recipe import write_table
 from extras.plots import COLOURS, save
+from head import Examples, Phi, downstream_loss, init_head
 from hypergradients import cg
-from lora import Examples, Phi, downstream_loss, init_head, init_theta
+from lora import init_theta
 from mae import MAE, Batch, Decoder
 from mfac import mfac
 from support.benchmarks import open_pool, open_task

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from config import FinetuneConfig
 from data import Images, batches, rng
-from lora import Backbone, Phi
+from head import Phi
+from lora import Backbone
 from support.adapters import check_same_weights, open_adapter
 from support.errors import UsageError
 from support.experiment import Experiment, open_experiment

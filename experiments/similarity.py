@@ -29,7 +29,7 @@ from experiments.accuracy import align_stably, run_peft
 from experiments.networks import BATCH, Network, open_networks, validation_images
 from experiments.recipe import Backbone, Dataset, Set, read_settings, run_script, write_table
 from extras.plots import save
-from lora import features
+from head import features
 from support.processes import make_ready
 
 MOST = 1000  # images; RSA has half a million pairs of them

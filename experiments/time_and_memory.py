@@ -28,8 +28,9 @@ from align import choose_hypergradient, start_state
 from bisslight import Log, Passes, PretextTask, algorithm_1
 from config import AlignConfig, Arch, FinetuneConfig, Record, keep_known
 from experiments.recipe import Backbone, Set, read_settings, run_script, write_table
+from head import Examples, downstream_loss, init_head
 from lora import Backbone as Network
-from lora import Examples, downstream_loss, drop_path, init_head, init_theta, keep_in_bfloat16
+from lora import drop_path, init_theta, keep_in_bfloat16
 from support.checkpoints import build_head, build_pretext_task, build_vit
 from support.experiment import keeps_weights_in_bfloat16, set_up_device, uses_autocast
 from support.optim import Group, Optimiser, trainable

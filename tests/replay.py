@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bisslight import Log, Passes, State, algorithm_1
 from config import Arch
-from lora import Backbone, Examples, downstream_loss
+from head import Examples, downstream_loss
+from lora import Backbone
 from mae import MAE, Batch
 from support import checkpoints
 from support.optim import Group, Optimiser, Schedule, decay_groups, trainable

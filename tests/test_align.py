@@ -32,7 +32,7 @@ from config import (
     FinetuneConfig,
 )
 from data import rng
-from lora import init_head
+from head import init_head
 from support.benchmarks import BENCHMARKS
 from support.experiment import open_experiment
 from support.files import sha256

@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -165,6 +166,37 @@ def test_with_stored_gradients_it_ends_near_the_optimum_and_without_them_far_awa
     state = problem.run(hypergrad, alternations=8, lower_steps=16, upper_steps=20)
     found = float((state.theta_D.detach().flatten() - problem.theta_D).norm())
     assert found == pytest.approx(distance, rel=0.03)
+
+
+class WithTeacher(Quadratic):
+    """θ_T, the mean of itself and θ_P after each call; `moved` has θ_P after each step of opt_P."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta_T = torch.zeros(2, 3).double()
+        self.moved: list[Tensor] = []
+
+    def after_step(self, theta_P: Tensor) -> None:
+        self.theta_T = (self.theta_T + theta_P.detach()) / 2
+
+    def begin(self) -> State:
+        state = super().begin()
+        state.opt_P = cast(Any, SimpleNamespace(update=self.keep))
+        return state
+
+    def keep(self, tensors: list[Tensor], gradients: list[Tensor]) -> Tensor:
+        norm = self.update(tensors, gradients)
+        self.moved.append(tensors[0].detach().clone())
+        return norm
+
+
+def test_theta_T_moves_once_after_each_lower_step() -> None:
+    """Its weights for θ_P of the six steps, from the last one back: 1/2, 1/4, ..., 1/64."""
+    problem = WithTeacher()
+    problem.run(identity, alternations=2, lower_steps=3, upper_steps=2)
+    assert len(problem.moved) == 6
+    by_hand = sum(x / 2 ** (6 - i) for i, x in enumerate(problem.moved))
+    close(problem.theta_T, cast(Tensor, by_hand), 1e-12)
 
 
 @pytest.mark.parametrize(("passes", "shared"), [(Passes(2), False), (Passes(), True)])

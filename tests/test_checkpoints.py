@@ -18,7 +18,7 @@ from toy import run
 import cli
 from config import BACKBONES, AlignConfig, Arch
 from data import rng
-from lora import init_head, init_norm
+from head import init_head, init_norm
 from support.adapters import AdapterInfo, load_adapter, save_adapter
 from support.checkpoints import (
     OFFICIAL_FILES,

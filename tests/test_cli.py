@@ -262,7 +262,8 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     items = ["loss 2.0", Log(6, [1.0, 3.0], *[[0.5]] * 9)]
     with training(quiet) as track:
         assert [*track(iter(items), 9, "align", 4)] == items
-    lines = ["align 5/9  loss 2.0", "align 6/9  loss P 2  D 0.5", "this took 0:00:00"]
+    losses = "pretext loss 2, downstream loss 0.5"
+    lines = ["align 5/9  loss 2.0", f"align 6/9  {losses}", "this took 0:00:00"]
     said = re.sub(r"  \d:\d\d:\d\d left", "", capsys.readouterr().err)
     assert said.splitlines() == ([] if quiet else lines)
 

@@ -37,7 +37,8 @@ from experiments import (
     similarity,
     time_and_memory,
 )
-from lora import Backbone, features, init_theta, logits, merge
+from head import features, logits
+from lora import Backbone, init_theta, merge
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import build_vit
 from support.errors import RunError, UsageError

@@ -19,7 +19,8 @@ from toy import contents, done, finetune_line, refusal, save_by_class
 from config import BACKBONES, Arch, FinetuneConfig
 from data import rng
 from extras.export import crop_share, fold_norm, to_peft, to_timm
-from lora import Backbone, features, init_head, init_norm, init_theta, logits
+from head import features, init_head, init_norm, logits
+from lora import Backbone, init_theta
 from mae import Decoder, split_state
 from support.adapters import find_adapters, load_adapter
 from support.checkpoints import Pretrained, build_vit

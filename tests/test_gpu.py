@@ -29,7 +29,8 @@ import cli
 import lora
 from bisslight import Gradients, Passes
 from config import AlignConfig
-from lora import Backbone, Examples
+from head import Examples, downstream_loss, init_head
+from lora import Backbone
 from support import runs
 from support.checkpoints import build_head, build_pretext_task, build_vit, initialise
 from support.optim import trainable
@@ -87,10 +88,10 @@ def one_pass(kind: str, device: str, amp: bool = False) -> Gradients:
     start = 0.02 * torch.randn(arch.depth, 4 * cfg.rank * arch.dim, generator=g)
     images = torch.randn(4, 3, arch.image_size, arch.image_size, generator=g).to(device)
     if kind == "downstream":
-        phi = lora.init_head(arch.dim, 20, g)
+        phi = init_head(arch.dim, 20, g)
         drop = lora.drop_path(0.1, arch.depth, 4, g).to(device)
         batch: Any = Examples(images, torch.arange(4).to(device), drop)
-        loss: Any = partial(lora.downstream_loss, backbone, drop_path=True)
+        loss: Any = partial(downstream_loss, backbone, drop_path=True)
     else:
         task: Any = build_pretext_task(cfg, backbone, head.to(device), 10, start.to(device))
         batch = task.prepare(images, *(x.to(device) for x in task.draw(4, g)))

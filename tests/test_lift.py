@@ -24,7 +24,7 @@ from torch import Tensor
 from toy import save_by_class
 
 ROOT = Path(__file__).resolve().parent.parent
-MATHEMATICS = ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa", "data")
+MATHEMATICS = ("bisslight", "mfac", "hypergradients", "lora", "head", "mae", "ijepa", "data")
 DIRECT = {"torch", "timm", "torchvision", "PIL"}
 UNIX = {"fcntl", "grp", "posix", "pwd", "resource", "termios"}  # Windows has none of these
 
@@ -94,10 +94,10 @@ def vit(**more: Any) -> VisionTransformer:
     return network.requires_grad_(False)
 
 
-def train(bisslight: Any, lora: Any, task: Any, theta: Tensor, hypergradient: Any) -> None:
+def train(bisslight: Any, head: Any, task: Any, theta: Tensor, hypergradient: Any) -> None:
     """Algorithm 1 with a linear head and torch's optimisers; the losses of both levels fall."""
     theta_P, theta_D = (theta.clone().requires_grad_() for _ in "PD")
-    phi_D = lora.init_head(16, 3, torch.Generator())
+    phi_D = head.init_head(16, 3, torch.Generator())
     for tensor in phi_D.values():
         tensor.requires_grad_()
     lower = torch.optim.AdamW([theta_P, *task.phi.values()], lr=1e-2)
@@ -106,8 +106,8 @@ def train(bisslight: Any, lora: Any, task: Any, theta: Tensor, hypergradient: An
     state = bisslight.State(theta_P, theta_D, task.phi, phi_D, opt_P, opt_D)
     images = torch.randn(6, 3, 16, 16)
     pretext = itertools.repeat(task.prepare(images, *task.draw(6, torch.Generator())))
-    labelled = itertools.repeat(lora.Examples(images, torch.arange(6) % 3))
-    loss_D = partial(lora.downstream_loss, task.backbone)
+    labelled = itertools.repeat(head.Examples(images, torch.arange(6) % 3))
+    loss_D = partial(head.downstream_loss, task.backbone)
     steps = SimpleNamespace(alternations=3, lower_steps=2, upper_steps=2, lam=1e-3)
     logs = [*bisslight.algorithm_1(state, steps, task, loss_D, hypergradient, pretext, labelled)]
     assert logs[-1].loss_P[-1] < logs[0].loss_P[0]
@@ -115,7 +115,7 @@ def train(bisslight: Any, lora: Any, task: Any, theta: Tensor, hypergradient: An
 
 
 def train_both(
-    bisslight: Any, mfac: Any, hypergradients: Any, lora: Any, mae: Any, ijepa: Any
+    bisslight: Any, mfac: Any, hypergradients: Any, lora: Any, head: Any, mae: Any, ijepa: Any
 ) -> None:
     """MAE with M-FAC, and I-JEPA with CG, whose teacher follows."""
     torch.manual_seed(0)
@@ -124,15 +124,15 @@ def train_both(
     predictor = ijepa.Predictor(16, 16, width=8, depth=1, heads=1)
     mae.init([decoder], torch.Generator())
     ijepa.init([predictor], torch.Generator())
-    train(bisslight, lora, mae.MAE(lora.Backbone(vit()), decoder), theta, mfac.mfac)
+    train(bisslight, head, mae.MAE(lora.Backbone(vit()), decoder), theta, mfac.mfac)
     backbone = lora.Backbone(vit(class_token=False, global_pool="avg", fc_norm=False))
     task = ijepa.IJEPA(backbone, predictor, ijepa.Masks(min_keep=0), (0.5, 6), theta)
-    train(bisslight, lora, task, theta, hypergradients.cg)
+    train(bisslight, head, task, theta, hypergradients.cg)
     assert float((task.state["theta_T"] - theta).abs().max()) > 0
 
 
 def test_files_alone_in_a_folder_train_together(tmp_path: Path) -> None:
-    names = ("bisslight", "mfac", "hypergradients", "lora", "mae", "ijepa")
+    names = ("bisslight", "mfac", "hypergradients", "lora", "head", "mae", "ijepa")
     run_alone(tmp_path / "empty", train_both, *names)
 
 

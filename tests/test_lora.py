@@ -14,11 +14,13 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import head
 import lora
 from bisslight import Passes
 from config import BACKBONES, AlignConfig
 from data import rng
-from lora import Backbone, drop_path, init_head, init_theta
+from head import Examples, init_head
+from lora import Backbone, drop_path, init_theta
 from support import checkpoints
 
 
@@ -67,7 +69,7 @@ def test_train_of_a_module_around_it_turns_no_dropout_on(dropout: str, first: st
     net = nn.ModuleDict({name: parts[name] for name in names}).train()
     assert net.training and not net["backbone"].training
     for _ in range(2):
-        assert torch.equal(lora.features(net["backbone"], None, IMAGES), expected)
+        assert torch.equal(head.features(net["backbone"], None, IMAGES), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,7 +88,7 @@ def test_every_family_of_timm_is_computed_as_by_timm(family: str) -> None:
     assert float(expected.std()) > 1e-2
     torch.testing.assert_close(backbone(IMAGES, start), expected, rtol=0, atol=1e-10)
     pooled = vit.forward_head(expected, pre_logits=True)
-    torch.testing.assert_close(lora.features(backbone, start, IMAGES), pooled, rtol=0, atol=1e-10)
+    torch.testing.assert_close(head.features(backbone, start, IMAGES), pooled, rtol=0, atol=1e-10)
 
     merged = copy.deepcopy(vit)
     merged.load_state_dict(lora.merge(backbone, THETA))
@@ -168,13 +170,13 @@ def test_dropped_branches_are_gone() -> None:
 def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> None:
     """By hand, with a BatchNorm head on mean-pooled patches: moments, drop path, statistics."""
     backbone = Backbone(tiny_vit(class_token=False, global_pool="avg", fc_norm=False))
-    fresh = init_head(24, 3, rng(0)), *lora.init_norm(24)
+    fresh = init_head(24, 3, rng(0)), *head.init_norm(24)
     linear, norm, stats = ({name: x.double() for name, x in part.items()} for part in fresh)
     norm["norm.weight"] += 0.3 * torch.randn(24, generator=rng(6)).double()
     targets, drop, phi = torch.tensor([0, 2, 1, 1, 0]), torch.ones(5, 3, 2), linear | norm
     drop[1, 1], drop[4, 2, 0] = 0, 2
-    batch = lora.Examples(IMAGES, targets, drop)
-    loss_D = partial(lora.downstream_loss, backbone, stats=stats)
+    batch = Examples(IMAGES, targets, drop)
+    loss_D = partial(head.downstream_loss, backbone, stats=stats)
     x = backbone(IMAGES, THETA).mean(1)
     x_dropped = backbone(IMAGES, THETA, drop=drop).mean(1)
 
@@ -193,7 +195,7 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
     assert abs(float(at_D - of_batch(x))) > 1e-3
     torch.testing.assert_close(stats["norm.mean"], 0.1 * x_dropped.mean(0))
     torch.testing.assert_close(stats["norm.var"], 0.9 + 0.1 * x_dropped.var(0))
-    scored = lora.logits(lora.features(backbone, THETA, IMAGES), phi | stats)
+    scored = head.logits(head.features(backbone, THETA, IMAGES), phi | stats)
     torch.testing.assert_close(scored, logits(x, stats["norm.mean"], stats["norm.var"]))
 
 
@@ -201,14 +203,14 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     tmp_path: Path,
 ) -> None:
     """Two processes with two and three images, a BatchNorm head, and its statistics."""
-    fresh = init_head(24, 3, rng(0)) | lora.init_norm(24)[0]
+    fresh = init_head(24, 3, rng(0)) | head.init_norm(24)[0]
     phi = {name: x.double().requires_grad_() for name, x in fresh.items()}
     targets, theta = torch.tensor([0, 2, 1, 1, 0]), THETA.clone().requires_grad_()
 
     def found(mine: slice) -> list[Tensor]:
-        stats = {name: x.double() for name, x in lora.init_norm(24)[1].items()}
-        loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, drop_path=True)
-        examples = lora.Examples(IMAGES[mine], targets[mine])
+        stats = {name: x.double() for name, x in head.init_norm(24)[1].items()}
+        loss = partial(head.downstream_loss, Backbone(VIT), stats=stats, drop_path=True)
+        examples = Examples(IMAGES[mine], targets[mine])
         value, g, g_phi = Passes().gradients(loss, theta, phi, examples)
         return [value, g, *g_phi.values(), *stats.values()]
 
@@ -245,9 +247,9 @@ def lower_level(pretext: str, count: int) -> tuple[Any, Tensor, Tensor, Any]:
 def test_weights_kept_in_bfloat16_change_no_bit_under_autocast(pretext: str) -> None:
     """Losses of both levels and their gradients, with drop path; half of the bytes are gone."""
     task, theta, images, drawn = lower_level(pretext, 6)
-    examples = lora.Examples(images, torch.arange(6), drop_path(0.5, len(theta), 6, rng(4)))
+    examples = Examples(images, torch.arange(6), drop_path(0.5, len(theta), 6, rng(4)))
     phi_D = {k: x.requires_grad_() for k, x in init_head(64, 6, rng(4)).items()}
-    loss_D = partial(lora.downstream_loss, task.backbone, drop_path=True)
+    loss_D = partial(head.downstream_loss, task.backbone, drop_path=True)
     passes = Passes(amp=True)
 
     def numbers() -> list[Tensor]:

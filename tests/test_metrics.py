@@ -8,7 +8,7 @@ import torch
 from conftest import recorded
 
 from data import rng
-from lora import cross_entropy
+from head import cross_entropy
 from support.metrics import average_precision, score
 
 

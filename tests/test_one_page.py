@@ -20,7 +20,7 @@ import mae
 from bisslight import State, algorithm_1
 from config import OMNIGLOT, AlignConfig
 from experiments.fair_race import no_hypergradient
-from lora import Examples, downstream_loss
+from head import Examples, downstream_loss
 from mfac import mfac
 from support.benchmarks import IMAGES, POOL, omniglot_pool
 from support.checkpoints import load_backbone

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-METHOD = ("bisslight", "data", "hypergradients", "ijepa", "lora", "mae", "mfac")
+METHOD = ("bisslight", "data", "head", "hypergradients", "ijepa", "lora", "mae", "mfac")
 COMMANDS = ("align", "evaluate", "finetune")
 BINARY = (".npz", ".png", ".npy", ".mat", ".gz", ".pth", ".tar", ".safetensors")
 MODULES = {

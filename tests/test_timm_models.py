@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save, save_file
 from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, done, outside, refusal, save_by_class
 
+import head
 import lora
 from align import prepare
 from config import PLAIN_VITS, AlignConfig, FinetuneConfig
@@ -66,7 +67,7 @@ def test_a_file_of_weights_gives_timms_own_features(vit: Any) -> None:
     images = torch.randn(2, 3, 160, 160, generator=rng(2))
     loaded = load(settings())
     close(loaded.backbone(images), vit.forward_features(images), 1e-5)
-    close(lora.features(loaded.backbone, None, images), vit(images), 1e-5)
+    close(head.features(loaded.backbone, None, images), vit(images), 1e-5)
     assert not any(tensor.requires_grad for tensor in loaded.backbone.parameters())
     sizes = loaded.arch
     assert (sizes.dim, sizes.depth, sizes.heads, sizes.image_size) == (64, 8, 2, 160)
@@ -234,11 +235,11 @@ def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None
     theta, phi_D, _ = load_adapter(find_adapters(Path("f"))[0])
     images = torch.as_tensor(quilts(0)[1].test.images)[:8]
     big = torch.nn.functional.interpolate(images, 32, mode="nearest")
-    x = lora.features(load(settings(image_size=32)).backbone, theta, 2 * big - 1)
+    x = head.features(load(settings(image_size=32)).backbone, theta, 2 * big - 1)
     merged: Any = timm.create_model("local-dir:f/export/timm", pretrained=True).eval()
     cfg = merged.pretrained_cfg
     mean, std = (torch.tensor(cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
-    close(merged((big - mean) / std), lora.logits(x, phi_D), 1e-5)
+    close(merged((big - mean) / std), head.logits(x, phi_D), 1e-5)
     # the export has a table of positions for 32 pixels, and comes back at this size
     again = load(settings(image_size=32, weights="f/export/timm/model.safetensors"))
     assert torch.equal(again.backbone.vit.pos_embed, merged.pos_embed)
