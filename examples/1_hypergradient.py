@@ -169,7 +169,7 @@ def gradients_of(theta: Tensor, n: int) -> Tensor:
 
 
 # %% [markdown]
-# Every hypergradient is a function `(G, lam, H) -> inverse`, and `inverse` maps g to q. `H()`
+# Every hypergradient is a function `(G, lam, H) -> solve`, and `solve` maps g to q. `H()`
 # returns a function that computes Hessian-vector products, u → H u; `bisslight.Passes.hessian`
 # makes one from any loss. M-FAC does not use it. `exact` and `cg` do not use the gradients G.
 #

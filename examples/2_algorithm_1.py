@@ -122,19 +122,21 @@ def by_hand(s: State, hypergrad: Hypergradient) -> Iterator[tuple[float, float]]
             s.opt_P.update([s.theta_P, *s.phi_P.values()], [g_P, *g_phi_P.values()])  # l.9
             # end of blank
         H = partial(passes.hessian, loss_P, s.theta_P, s.phi_P, batch)  # for CG alone
-        inverse = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
+        solve = hypergrad(torch.stack(G, 1), steps.lam, H)  # l.10: G is (K, N_L, p)
         for _ in range(steps.upper_steps):  # l.11
             examples = next(labelled)
             # blank: lines 12 and 13; call the results g and q
-            _, g, g_phi_D_at_P = passes.gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
-            q = inverse(g)  # l.13
+            _, g, grad_phi_at_P = passes.gradients(loss_D, s.theta_P, s.phi_D, examples)  # l.12
+            q = solve(g)  # l.13
             # end of blank
             cosine = torch.cosine_similarity(q.flatten(), g.flatten(), 0)
             ratio = q.norm() / g.norm()
             # blank: lines 14 to 16, with the same examples
-            _, grad_D, g_phi_D_at_D = passes.gradients(loss_D, s.theta_D, s.phi_D, examples)  # l.14
-            g_D = q + grad_D  # l.14
-            g_phi_D = [g_phi_D_at_P[name] + g_phi_D_at_D[name] for name in s.phi_D]  # l.15
+            _, grad_D_at_D, grad_phi_at_D = passes.gradients(
+                loss_D, s.theta_D, s.phi_D, examples
+            )  # l.14
+            g_D = q + grad_D_at_D  # l.14
+            g_phi_D = [grad_phi_at_P[name] + grad_phi_at_D[name] for name in s.phi_D]  # l.15
             s.opt_D.update([s.theta_D, *s.phi_D.values()], [g_D, *g_phi_D])  # l.16
             # end of blank
             yield float(ratio), float(cosine)

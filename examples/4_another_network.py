@@ -154,8 +154,8 @@ print(f"L^P: first {losses[0]:.2f}, last 50 steps {last:.2f}")
 
 
 # %%
-def loss_D(theta: Tensor, phi: Phi, batch: Examples, regularise: bool = False) -> Tensor:
-    """L^D. There is no drop path, so `regularise` changes nothing."""
+def loss_D(theta: Tensor, phi: Phi, batch: Examples, drop_path: bool = False) -> Tensor:
+    """L^D. There is no drop path, so `drop_path` changes nothing."""
     logits = F.linear(features(theta, batch.images), phi["weight"], phi["bias"])
     return F.cross_entropy(logits, batch.targets)
 

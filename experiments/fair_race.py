@@ -80,7 +80,7 @@ def aligned(cell: Cell, out: Path, alternations: int, implicit: bool) -> Tensor:
     state, pretext_task, head, hypergrad, _ = prepared
     batches = batches_left(experiment, prepared)
     inputs = (pretext_task, head.loss, hypergrad, *batches, experiment.passes)
-    train_D = partial(head.loss, regularise=True)  # with drop path
+    train_D = partial(head.loss, drop_path=True)  # with drop path
     list(algorithm_1(state, cfg, *inputs, train_D=train_D))
     return state.theta_P.detach()
 
@@ -121,7 +121,7 @@ def fine_tune(
     optimiser = make_optimiser(cfg, [theta, *head.phi.values()], epoch_steps)
     steps = range(epochs * epoch_steps)
     examples = experiment.examples("peft", cfg.seed, cfg.batch, steps, cfg.drop_path, by_epoch=True)
-    loss = partial(head.loss, theta, head.phi, regularise=True)
+    loss = partial(head.loss, theta, head.phi, drop_path=True)
     curve = dict[int, float]()
     records = train_epochs(loss, optimiser, examples, epoch_steps, "peft", experiment.passes)
     for epoch, _ in records:

@@ -145,12 +145,12 @@ def align_arm(arm: Arm, cfg: AlignConfig, task: Task | None = None) -> Aligned:
     def hypergrad(G: Tensor, lam: float, H: Callable[[], Map]) -> Map:
         """The arm's, of a g of the drawings that the arm asks; notes how well it is answered."""
         product: Callable[[], Map] = cache(H)  # one graph for all products of an alternation
-        inverse = arm.hypergrad(G, lam, product)
+        solve = arm.hypergrad(G, lam, product)
 
         def answer(g: Tensor) -> Tensor:
             if arm.others:  # line 12 once more; φ_D still trains on the drawings of line 14
                 _, g, _ = passes.gradients(head.loss, state.theta_P, state.phi_D, next(asked))
-            q = inverse(g)
+            q = solve(g)
             residual = g.new_tensor(torch.nan)
             if arm.hypergrad is newton:
                 residual = (g - q - product()(q) / lam).norm() / g.norm()

@@ -35,7 +35,6 @@ def main(results: Path = plan.RESULTS) -> None:
             rows = compare(runs, length, final=rounds == len(plan.BACKBONES))
             print(f"\nPEFT of {length}\n\n{markdown(rows)}")
         print(f"\nNot in the protocol: by alphabet, in points\n\n{markdown(alphabet_rows(runs))}")
-        print(f"\nMean accuracy by alphabet\n\n{markdown(accuracy_rows(runs))}")
 
 
 def rate_rows(runs: list[plan.Run]) -> list[Record]:
@@ -126,38 +125,28 @@ def compare(runs: Runs, length: str, final: bool) -> list[Record]:
 def alphabet_rows(runs: Runs) -> list[Record]:
     """A row for each pair and length: the rates of both arms, and the mean of each alphabet.
 
-    Then the mean over all backbones with its 95 % interval, of all alphabets and without Latin.
+    Then 95 % intervals with the alphabets as units, and with the backbones, without Latin.
     """
     rows: list[Record] = []
-    for length, pair in product(plan.LENGTHS, (*COMPARED, EQUAL_RATES)):
+    for length, pair in product(plan.LENGTHS, (CONTROL, *COMPARED, EQUAL_RATES)):
         row: Record = {"PEFT of": length, "points": " − ".join(pair)}
         row["rates"] = " and ".join(rate_of(runs, arm, length) for arm in pair)
+        means = []
         for alphabet in sorted({unit.alphabet for unit in runs}):
             there = {unit: run for unit, run in runs.items() if unit.alphabet == alphabet}
-            row[alphabet] = f"{fmean(by_backbone(there, pair, length)):+.1f}"
+            means.append(fmean(by_backbone(there, pair, length)))
+            row[alphabet] = f"{means[-1]:+.1f}"
         others = {unit: run for unit, run in runs.items() if unit.alphabet != "Latin"}
-        for name, some in (("all", runs), ("without Latin", others)):
-            found = difference(by_backbone(some, pair, length))
-            row[name] = f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+        row["alphabets as units"] = interval(means)
+        row["backbones, without Latin"] = interval(by_backbone(others, pair, length))
         rows.append(row)
     return rows
 
 
-def accuracy_rows(runs: Runs) -> list[Record]:
-    """A row for each length and alphabet: the mean accuracy of each arm."""
-    rows: list[Record] = []
-    alphabets = sorted({unit.alphabet for unit in runs})
-    for length, alphabet in product(plan.LENGTHS, alphabets):
-        row: Record = {"PEFT of": length, "alphabet": alphabet}
-        for arm in plan.ARMS:
-            ends = [
-                end(run, length)
-                for unit, run in runs.items()
-                if (unit.arm, unit.alphabet) == (arm, alphabet)
-            ]
-            row[arm] = f"{fmean(ends):.1f}"
-        rows.append(row)
-    return rows
+def interval(values: list[float]) -> str:
+    """The mean, with its 95 % interval by Student's t."""
+    found = difference(values)
+    return f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
 
 
 def rate_of(runs: Runs, arm: str, length: str) -> str:
@@ -167,13 +156,12 @@ def rate_of(runs: Runs, arm: str, length: str) -> str:
 
 
 def row_of(pair: tuple[str, str], one: Difference, p: str, words: str) -> Record:
-    interval = f"{one.low:+.2f} to {one.high:+.2f}"
     difference_of = f"{pair[0]} − {pair[1]}"
     mean = f"{one.mean:+.2f}"
     return {
         "points": difference_of,
         "mean": mean,
-        "95 % interval": interval,
+        "95 % interval": f"{one.low:+.2f} to {one.high:+.2f}",
         "p (Holm)": p,
         "verdict": words,
     }

@@ -131,7 +131,7 @@ def alternations(cfg: AlignConfig, device: torch.device) -> Iterator[Log]:
     state, _ = start_state(cfg, theta, task.phi, phi_D)
     pretext, downstream = same_batches(cfg, task, arch, device, g)
     loss_D = partial(downstream_loss, network)
-    train_D = partial(loss_D, regularise=True)  # with drop path
+    train_D = partial(loss_D, drop_path=True)  # with drop path
     hypergrad = choose_hypergradient(cfg, theta)
     store = "cpu" if cfg.mfac_device == "cpu" else None
     passes = Passes(cfg.micro_batch, uses_autocast(cfg, device))
@@ -181,7 +181,7 @@ def peft_steps(cfg: FinetuneConfig, device: torch.device, steps: int) -> Iterato
     labels = torch.arange(cfg.batch, device=device) % CLASSES
     drop = drop_path(cfg.drop_path, arch.depth, cfg.batch, g).to(device)
     examples = Examples(images, labels, drop)
-    loss = partial(downstream_loss, network, theta_D, phi_D, regularise=True)
+    loss = partial(downstream_loss, network, theta_D, phi_D, drop_path=True)
     passes = Passes(cfg.micro_batch, uses_autocast(cfg, device))
     for _ in range(steps):
         value, gradients = passes.value_and_gradients(loss, tensors, examples)

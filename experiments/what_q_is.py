@@ -53,7 +53,7 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
         row: Record = {}
         rows.append(row)
 
-        def inverse(g: Tensor) -> Tensor:
+        def solve(g: Tensor) -> Tensor:
             """Line 13."""
             is_measured = state.done >= cfg.alternations - LAST
             if is_measured and not row:  # the first g of the alternation
@@ -64,7 +64,7 @@ def measure(lower_steps: float, lam: float, c: float, alphabet: str) -> Record:
                     row.update({f"ratio_{name}": float(ratio), f"cosine_{name}": float(cosine)})
             return by_mfac(g) if c == 1 else g.clone()
 
-        return inverse
+        return solve
 
     prepared = prepare(experiment, watched)
     list(probe(experiment, prepared))

@@ -294,7 +294,7 @@ def time_finetune(experiment: Tuning) -> Seconds:
     steps = experiment.steps_of_epoch(cfg.batch)
     firsts = range(0, 2 * steps, steps)  # the first steps of two epochs: the last have fewer images
     examples = experiment.examples("peft", cfg.seed, cfg.batch, firsts, cfg.drop_path, True)
-    loss = partial(head.loss, theta, head.phi, regularise=True)
+    loss = partial(head.loss, theta, head.phi, drop_path=True)
     records = train_epochs(loss, opt, examples, 1, "dry run", experiment.passes)
     return {"training step": time_second(records), "validation": time_validation(experiment)}
 

@@ -136,20 +136,20 @@ def lower_step__no_grad(L_P, theta_P, theta_D, phi_P, batch, lam, opt_P):
     return row
 
 
-def upper_step__backward_on_copies(L_D, theta_P, theta_D, phi_D, batch, inverse, opt_D):
+def upper_step__backward_on_copies(L_D, theta_P, theta_D, phi_D, batch, solve, opt_D):
     opt_D.zero_grad()
     copy = theta_P.detach().clone().requires_grad_()
     (L_D(copy, phi_D, batch) + L_D(theta_D, phi_D, batch)).backward()
-    q = inverse(copy.grad)
+    q = solve(copy.grad)
     theta_D.grad += q
     opt_D.step()
     return q
 
 
-def upper_step__second_term_first(L_D, theta_P, theta_D, phi_D, batch, inverse, opt_D):
+def upper_step__second_term_first(L_D, theta_P, theta_D, phi_D, batch, solve, opt_D):
     at_D = torch.autograd.grad(L_D(theta_D, phi_D, batch), [theta_D, phi_D])
     at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), [theta_P, phi_D])
-    q = inverse(at_P[0])
+    q = solve(at_P[0])
     theta_D.grad, phi_D.grad = q + at_D[0], at_P[1] + at_D[1]
     opt_D.step()
     return q
@@ -163,9 +163,9 @@ def algorithm_1__in_one_piece(problem):
     for _ in range(T):
         for batch in islice(pretext, N_L):
             rows.append(lower_step__backward(L_P, P, D, h_P, batch, lam, opt_P))
-        inverse = hypergrad(torch.stack([*rows]).transpose(0, 1), lam)
+        solve = hypergrad(torch.stack([*rows]).transpose(0, 1), lam)
         for batch in islice(labelled, N_U):
-            upper_step__second_term_first(L_D, P, D, h_D, batch, inverse, opt_D)
+            upper_step__second_term_first(L_D, P, D, h_D, batch, solve, opt_D)
     return P.detach().clone()
 
 
@@ -187,8 +187,8 @@ def per_image_rows__square_root(G, images):
 
 def with_decay__longer_rows(G, lam, decay):
     ratio = lam / (lam + decay)
-    inverse = mfac.mfac(G * ratio**0.5, lam)
-    return lambda g: ratio * inverse(g)
+    solve = mfac.mfac(G * ratio**0.5, lam)
+    return lambda g: ratio * solve(g)
 
 
 def cached_gradient__backward_on_copy(embed, loss, theta, images, micro):

@@ -120,12 +120,12 @@ class Spy:
         self.q: list[Tensor] = []
 
     def __call__(self, G: Tensor, lam: float, H: Any) -> Any:
-        inverse = self.hypergradient(G, lam, H)
+        solve = self.hypergradient(G, lam, H)
         self.G.append(G.clone())
 
         def kept(g: Tensor) -> Tensor:
             self.g.append(g)
-            self.q.append(inverse(g))
+            self.q.append(solve(g))
             return self.q[-1]
 
         return kept

@@ -46,7 +46,7 @@ def test_algorithm_1_reproduces_a_recorded_run(
         close(G.transpose(0, 1), to_theta(expected, K, dim), tolerance)  # (N_L, K, p)
     close(torch.stack(seen.g), to_theta(rec["q_grad_LD_at_thetaP"], K, dim), tolerance)
     for field, key in [
-        ("loss_P", "lower_loss_pretext"), ("proximal", "lower_loss_reg"),
+        ("loss_P", "lower_loss_pretext"), ("spring", "lower_loss_reg"),
         ("norm_P", "lower_gradnorm_before_clip"), ("loss_D_at_P", "upper_loss_at_thetaP"),
         ("loss_D_at_D", "upper_loss_at_thetaD"), ("norm_D", "upper_gradnorm_before_clip"),
     ]:  # fmt: skip

@@ -23,10 +23,10 @@ def test_the_formulas_of_mfac_are_its_counted_operations(form: str) -> None:
     G = torch.randn(s.K, s.m, s.p, generator=torch.Generator().manual_seed(0))
     formula = cost.closed_form(s) if form == "mfac" else cost.recursion(s)
     with cost.Counter() as line_10:
-        inverse = mfac(G, 0.1) if form == "mfac" else recursion(G, 0.1)
+        solve = mfac(G, 0.1) if form == "mfac" else recursion(G, 0.1)
     with cost.Counter() as lines_13:
         for _ in range(s.N_U):
-            inverse(G[:, 0])
+            solve(G[:, 0])
     assert (line_10.operations, lines_13.operations) == formula
 
 

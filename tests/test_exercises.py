@@ -91,15 +91,15 @@ MISTAKES = [
     ("lower_step", "return grad_P", "return g_P", "spring"),
     ("upper_step", "L_D(theta_P, phi_D, batch), [theta_P", "L_D(theta_D, phi_D, batch), [theta_D",
      "at θ_P"),
-    ("upper_step", "q + grad_D", "q", "second term"),
-    ("upper_step", "q = inverse(g)", "q = g", "inverse"),
+    ("upper_step", "q + grad_D_at_D", "q", "second term"),
+    ("upper_step", "q = solve(g)", "q = g", "solve"),
     ("algorithm_1", "    rows = []  # l.4", "    rows = locals().get('rows', [])", "line 4"),
     ("algorithm_1", "theta_P = theta_D.detach().clone().requires_grad_()", "theta_P = theta_D",
      "two tensors"),
     ("algorithm_1", "range(problem.N_U)", "range(problem.N_L)", "L_D"),
     ("with_the_head", "H_tt - H_tp @ torch.linalg.solve(H_pp, H_pt)", "H_tt", "held fixed"),
     ("per_image_rows", "torch.cat([2**0.5 * G, scale * deviations])", "G", "minibatches"),
-    ("with_decay", "lam / (lam + decay) * inverse(g)", "inverse(g)", "factor"),
+    ("with_decay", "lam / (lam + decay) * solve(g)", "solve(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
     ("shows_a", "run.G[0]", "run.G[1]", "no mistake"),
     ("shows_a", "        if not torch.allclose", "        if torch.allclose", "True of"),
@@ -161,9 +161,9 @@ MISTAKES = [
     ("per_image_rows", "2 * m * (images - 1) / (m - 1)", "m**2", "the mean of"),
     ("with_decay", "mfac.mfac(G, lam + decay)",
      "lambda g: torch.cat([mfac.mfac(G[:1], lam + decay)(g[:1]), g[1:]])", "q"),
-    ("with_decay", "    inverse = mfac.mfac(G, lam + decay)",
+    ("with_decay", "    solve = mfac.mfac(G, lam + decay)",
      "    one = mfac.mfac(G.transpose(0, 1).flatten(1)[None], lam + decay)\n"
-     "    def inverse(g): return one(g.reshape(1, -1)).view_as(g)", "joined"),
+     "    def solve(g): return one(g.reshape(1, -1)).view_as(g)", "joined"),
 ]  # fmt: skip
 
 # right in another way than the worked answer; whole functions are in other_styles.py

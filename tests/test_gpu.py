@@ -42,10 +42,10 @@ BACKBONE = "vit_mini" if REHEARSAL else "vit_b16"  # of the passes
 
 STEPS = "--lower-steps 3 --p-batch 24 --d-batch 16 --rank 4 --drop-path 0.1"
 NUMBERS = (
-    "loss_P", "proximal", "norm_P", "loss_D_at_P", "loss_D_at_D", "norm_D", "q_over_g", "cosine",
+    "loss_P", "spring", "norm_P", "loss_D_at_P", "loss_D_at_D", "norm_D", "q_over_g", "cosine",
     "distance",
 )  # fmt: skip
-LENGTHS = ("proximal", "distance")  # of θ_P − θ_D; the others are losses, gradients and q
+LENGTHS = ("spring", "distance")  # of θ_P − θ_D; the others are losses, gradients and q
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,7 +90,7 @@ def one_pass(kind: str, device: str, amp: bool = False) -> Gradients:
         phi = lora.init_head(arch.dim, 20, g)
         drop = lora.drop_path(0.1, arch.depth, 4, g).to(device)
         batch: Any = Examples(images, torch.arange(4).to(device), drop)
-        loss: Any = partial(lora.downstream_loss, backbone, regularise=True)
+        loss: Any = partial(lora.downstream_loss, backbone, drop_path=True)
     else:
         task: Any = build_pretext_task(cfg, backbone, head.to(device), 10, start.to(device))
         batch = task.prepare(images, *(x.to(device) for x in task.draw(4, g)))

@@ -74,9 +74,9 @@ def quadratic() -> tuple[Tensor, Tensor]:
 
 def test_exact_is_the_dense_solution_and_takes_the_shape_of_theta_from_G() -> None:
     (H, query), lam = quadratic(), 0.3
-    inverse = exact(query[:, None], lam, lambda: lambda d: (H @ d.flatten()).view(2, 3))
+    solve = exact(query[:, None], lam, lambda: lambda d: (H @ d.flatten()).view(2, 3))
     truth = lam * torch.linalg.solve(H + lam * torch.eye(6).double(), query.flatten())
-    close(inverse(query).flatten(), truth, 1e-10)
+    close(solve(query).flatten(), truth, 1e-10)
     for wrong in (None, torch.ones(2, 3)):
         with pytest.raises(ValueError, match=r"exact needs a G of shape \(K, m, p\)"):
             exact(wrong, 0.1, lambda: torch.clone)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def test_a_batch_in_one_part_is_passed_once_a_solve(micro: int | None, calls: in
 
     theta, images = torch.ones(2, 2), torch.ones(4, 1)
     H = partial(Passes(micro).hessian, loss, theta, {}, Batch(images, images))
-    inverse = cg(theta, 0.1, H, 5)
+    solve = cg(theta, 0.1, H, 5)
     for _ in range(3):
-        inverse(theta)
+        solve(theta)
     assert len(seen) == calls

@@ -188,7 +188,7 @@ def test_the_loss_at_theta_P_at_theta_D_and_scoring_differ_as_documented() -> No
 
     torch.testing.assert_close(loss_D(THETA, phi, batch), of_batch(x))
     assert (float(stats["norm.mean"].abs().max()), float(stats["norm.var"].mean())) == (0, 1)
-    at_D = loss_D(THETA, phi, batch, regularise=True)
+    at_D = loss_D(THETA, phi, batch, drop_path=True)
     torch.testing.assert_close(at_D, of_batch(x_dropped))
     assert abs(float(at_D - of_batch(x))) > 1e-3
     torch.testing.assert_close(stats["norm.mean"], 0.1 * x_dropped.mean(0))
@@ -207,7 +207,7 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
 
     def found(mine: slice) -> list[Tensor]:
         stats = {name: x.double() for name, x in lora.init_norm(24)[1].items()}
-        loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, regularise=True)
+        loss = partial(lora.downstream_loss, Backbone(VIT), stats=stats, drop_path=True)
         examples = lora.Examples(IMAGES[mine], targets[mine])
         value, g, g_phi = Passes().gradients(loss, theta, phi, examples)
         return [value, g, *g_phi.values(), *stats.values()]
@@ -247,7 +247,7 @@ def test_weights_kept_in_bfloat16_change_no_bit_under_autocast(pretext: str) -> 
     task, theta, images, drawn = lower_level(pretext, 6)
     examples = lora.Examples(images, torch.arange(6), drop_path(0.5, len(theta), 6, rng(4)))
     phi_D = {k: x.requires_grad_() for k, x in init_head(64, 6, rng(4)).items()}
-    loss_D = partial(lora.downstream_loss, task.backbone, regularise=True)
+    loss_D = partial(lora.downstream_loss, task.backbone, drop_path=True)
     passes = Passes(amp=True)
 
     def numbers() -> list[Tensor]:

@@ -110,6 +110,22 @@ def test_every_partition_equals_dense_inverses_of_its_blocks(
         close(q.flatten()[part], dense(G_flat[:, part], g.flatten()[part], 0.1), 1e-10)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("partition", ["layer", "projection", "matrix", "global"])
+def test_a_single_square_block_is_cut_along_its_parameters(
+    form: str, partition: mfac.Partition
+) -> None:
+    """G (m, p) with m = p: no shape would tell that gradients and parameters were exchanged."""
+    rng = torch.Generator().manual_seed(0)
+    G = torch.randn(8, 8, generator=rng, dtype=torch.float64)
+    g = torch.randn(8, generator=rng, dtype=torch.float64)
+    q = mfac.in_blocks(FORMS[form], partition)(G, 0.1)(g)
+    width = {"layer": 8, "projection": 4, "matrix": 2, "global": 8}[partition]
+    for i in range(0, 8, width):
+        part = slice(i, i + width)
+        close(q[part], dense(G[:, part], g[part], 0.1), 1e-10)
+
+
 @pytest.mark.parametrize("lam", [0.0, -1e-3, float("nan"), float("inf")])
 def test_a_lambda_that_is_not_positive_is_an_error(lam: float) -> None:
     for form in (mfac.mfac, mfac.recursion, hypergradients.identity, hypergradients.cg):

@@ -194,14 +194,14 @@ def test_products_and_q_are_those_of_the_dense_gauss_newton_matrix() -> None:
 
     lam = float(torch.linalg.eigvalsh(N)[-1]) / 1000  # eight directions are then not enough
     A = N + lam * torch.eye(len(N)).double()
-    inverse = newton(theta[:, None], lam, lambda: H)
+    solve = newton(theta[:, None], lam, lambda: H)
     for query in queries:
         krylov = [query.flatten()]
         for _ in range(7):
             krylov.append(A @ krylov[-1] / (A @ krylov[-1]).norm())
         P, _ = torch.linalg.qr(torch.stack(krylov, 1))
         dense = lam * P @ torch.linalg.solve(P.mT @ A @ P, P.mT @ query.flatten())
-        torch.testing.assert_close(inverse(query).flatten(), dense, rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(solve(query).flatten(), dense, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -332,14 +332,137 @@ def test_each_arm_and_length_takes_the_best_mean_and_of_equal_ones_the_lower_rat
         assert chosen[arm][length] == (best[length].get(arm, 0.01),)
 
 
-def test_the_page_says_how_many_rounds_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """And the rows that the analysis prints of all sixteen."""
+def test_the_page_has_the_rows_that_the_analysis_prints(capsys: pytest.CaptureFixture[str]) -> None:
     analysis.main()
     printed = capsys.readouterr().out
-    page = plan.RESULTS.with_suffix(".md").read_text()
-    if "16 of 16" in printed:
-        assert all(line in page for line in printed.splitlines() if line.startswith("| "))
-    else:
-        runs = plan.read_runs(plan.RESULTS / "runs.jsonl")
-        rounds = len(analysis.whole_rounds(runs)) // 42
-        assert f"**{rounds} of 16 rounds are whole" in page
+    assert "16 of 16 rounds are whole" in printed
+    assert all(line in PAGE for line in printed.splitlines() if line.startswith("| "))
+
+
+# --- the page's other figures, from the files of runs alone ---------------------------------------
+
+PAGE = plan.RESULTS.with_suffix(".md").read_text()
+ALPHABETS = ("Balinese", "Greek", "Latin")
+ALIGNED = ("0", "F", "N", "V", "0v", "oracle")
+PAIRS = (("oracle", "0"), ("N", "0"), ("V", "0v"), ("F", "0"), ("0", "direct"))
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (plan.RESULTS / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return lines("runs.jsonl")
+
+
+def end(run: dict[str, Any], length: str) -> float:
+    (accuracy,) = run["ends"][length].values()
+    return float(accuracy)
+
+
+def by_cell(runs: list[dict[str, Any]], arm: str, name: str) -> np.ndarray[Any, Any]:
+    """An arm's accuracies after an endpoint, or another number: backbone, alphabet, seed."""
+    table = np.full((16, 3, 2), np.nan)
+    for run in runs:
+        if run["arm"] == arm:
+            place = (run["backbone"] - 28, ALPHABETS.index(run["alphabet"]), run["seed"])
+            table[place] = end(run, name) if name in run["ends"] else run[name]
+    assert not np.isnan(table).any()
+    return table
+
+
+def told(values: Any, decimals: int = 2) -> str:
+    """The mean with its 95 % interval, by scipy, as the page writes it."""
+    ends = stats.ttest_1samp(values, 0).confidence_interval()
+    mean, low, high = (f"{x:+.{decimals}f}" for x in (np.mean(values), *ends))
+    return f"{mean} ({low} to {high})"
+
+
+def test_units_devices_and_alphabets_are_those_of_the_page(measured: list[dict[str, Any]]) -> None:
+    devices = {run["backbone"]: run["device"] for run in measured}
+    on_card = np.array([devices[backbone] != "cpu" for backbone in sorted(devices)])
+    assert on_card.sum() == 10
+    differ = []
+    for length, (first, second) in product(("5 epochs", "30 epochs"), PAIRS):
+        gains = by_cell(measured, first, length) - by_cell(measured, second, length)
+        of_backbone = gains.mean((1, 2))
+        (row,) = [
+            line
+            for line in PAGE.splitlines()
+            if line.startswith(f"| {length} | {first} − {second} |")
+        ]
+        assert told(gains.mean((0, 2))) in row
+        assert told(gains[:, :2].mean((1, 2))) in row
+        welch = stats.ttest_ind(of_backbone[on_card], of_backbone[~on_card], equal_var=False)
+        if welch.pvalue < 0.05:
+            differ.append((length, first, round(float(welch.pvalue), 2)))
+        if (length, first) in {("5 epochs", "N"), ("5 epochs", "V")}:
+            assert told(of_backbone[on_card]) in PAGE
+            assert told(of_backbone[~on_card]) in PAGE
+        if (length, first) == ("5 epochs", "V"):
+            assert (of_backbone > 0).sum() == 14
+            for left_out in (0, 1):
+                assert told(np.delete(gains, left_out, 1).mean((1, 2))) in PAGE
+    assert differ == [("5 epochs", "V", 0.02)]
+
+
+def test_what_may_be_the_cause_is_as_the_page_says(measured: list[dict[str, Any]]) -> None:
+    """N − F at one rate, V's gain minus N's, and the first-order bound from the cosines."""
+    N, V, plain, zero = (by_cell(measured, x, "5 epochs") for x in ("N", "V", "0v", "0"))
+    assert told(((V - plain) - (N - zero)).mean((1, 2))) in PAGE
+    late = by_cell(measured, "N", "30 epochs") - by_cell(measured, "F", "30 epochs")
+    assert told(late.mean((1, 2))) in PAGE
+    cosine = np.mean([run["cosine"] for run in measured if run["arm"] == "N"])
+    assert f"{cosine:.2f}" == "0.81" and f"{1 / cosine:.2f} times" in PAGE
+    assert f"{(1 - cosine) * (N - zero).mean():.2f}" == "0.25"
+    latin = [by_cell(measured, "0", length)[:, 2].mean() for length in ("30 epochs", "5 epochs")]
+    assert [f"{x:.1f} %" in PAGE for x in latin] == [True, True]
+
+
+def test_pairs_at_one_rate_in_the_runs_of_the_choice_are_those_of_the_page() -> None:
+    choice = lines("choice.jsonl")
+
+    def gains(first: str, second: str, length: str, rate: str) -> np.ndarray[Any, Any]:
+        ends: dict[str, list[float]] = {first: [], second: []}
+        for run in sorted(choice, key=lambda run: (run["backbone"], run["alphabet"], run["seed"])):
+            if run["arm"] in ends:
+                ends[run["arm"]].append(run["ends"][length][rate])
+        return np.array(ends[first]) - np.array(ends[second])
+
+    rates = ("0.01", "0.02", "0.04", "0.08")
+    for first, second in (("N", "F"), ("V", "0v")):
+        means = [f"{gains(first, second, '5 epochs', rate).mean():+.1f}" for rate in rates]
+        assert f"{', '.join(means[:3])} and {means[3]}" in PAGE
+    errors = [stats.sem(gains("N", "F", "5 epochs", rate)) for rate in rates]
+    assert f"{min(errors):.1f} to {max(errors):.1f}" in PAGE
+    late = [gains("V", "0v", "30 epochs", rate) for rate in rates[:3]]
+    assert told(np.mean(late, 0), 1) in PAGE
+
+
+def test_objectives_and_what_goes_with_accuracy_are_those_of_the_page(
+    measured: list[dict[str, Any]],
+) -> None:
+    """Correlations over the cells of an arm, the mean of each alphabet taken away."""
+    of_test = {arm: by_cell(measured, arm, "of_test") for arm in ALIGNED}
+    for second in ("0", "F"):
+        higher = told((of_test["N"] - of_test[second]).mean((1, 2)))
+        assert higher.removeprefix("+") in PAGE
+    for name in ("of_test", "objective"):
+        found = []
+        for arm in ALIGNED:
+            tables = [by_cell(measured, arm, x) for x in ("5 epochs", name)]
+            centred = [(x - x.mean((0, 2), keepdims=True)).ravel() for x in tables]
+            found.append(np.corrcoef(*centred)[0, 1])
+        assert f"{max(found):.2f} to {min(found):.2f}" in PAGE
+
+
+def test_rounds_were_made_after_the_choice_by_the_commits_of_the_page(
+    measured: list[dict[str, Any]],
+) -> None:
+    for name, runs in (("choice", lines("choice.jsonl")), ("rounds", measured)):
+        times = sorted(run["time"][11:16] for run in runs)
+        assert {run["time"][:10] for run in runs} == {"2026-11-27"}
+        assert f"{times[0]} to {times[-1]}" in PAGE, name
+        assert {run["commit"][:7] for run in runs} <= {"741fbb6", "d3c0cef"}, name
+    assert sum(run["time"] < "2026-11-27T07:32" for run in measured) > 400

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (theta, phi, batch) -> scalar
-Inverse = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
+Map = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
 
 
 def lower_step(
@@ -48,19 +48,19 @@ def upper_step(
     theta_D: Tensor,
     phi_D: Tensor,
     batch: Tensor,
-    inverse: Inverse,
+    solve: Map,
     opt_D: Optimizer,
 ) -> Tensor:
     """Lines 12 to 16: moves θ_D and φ_D by one step of opt_D; returns q of line 13.
 
-    `inverse` is what line 10 left, the function g -> q of Eq. 10. All lines use the same batch.
+    `solve` is what line 10 left, the function g -> q of Eq. 10. All lines use the same batch.
     """
     # blank: lines 12 to 16
-    g, g_phi_at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), [theta_P, phi_D])  # l.12
-    q = inverse(g)  # l.13
-    grad_D, g_phi_at_D = torch.autograd.grad(L_D(theta_D, phi_D, batch), [theta_D, phi_D])
-    theta_D.grad = q + grad_D  # l.14
-    phi_D.grad = g_phi_at_P + g_phi_at_D  # l.15
+    g, grad_phi_at_P = torch.autograd.grad(L_D(theta_P, phi_D, batch), [theta_P, phi_D])  # l.12
+    q = solve(g)  # l.13
+    grad_D_at_D, grad_phi_at_D = torch.autograd.grad(L_D(theta_D, phi_D, batch), [theta_D, phi_D])
+    theta_D.grad = q + grad_D_at_D  # l.14
+    phi_D.grad = grad_phi_at_P + grad_phi_at_D  # l.15
     opt_D.step()  # l.16
     return q
     # end of blank
@@ -76,7 +76,7 @@ class Problem(NamedTuple):
     L_D: Loss
     pretext: Iterator[Tensor]  # batches for the lower level
     labelled: Iterator[Tensor]  # batches for the upper level
-    hypergrad: Callable[[Tensor, float], Inverse]  # line 10: G (K, N_L, p) and λ -> inverse
+    hypergrad: Callable[[Tensor, float], Map]  # line 10: G (K, N_L, p) and λ -> solve
     lr: float  # learning rate of both levels, for SGD
     lam: float
     T: int
@@ -104,9 +104,9 @@ def algorithm_1(problem: Problem) -> Tensor:
             row = lower_step(problem.L_P, theta_P, theta_D, phi_P, batch, problem.lam, opt_P)
             rows.append(row)
         G = torch.stack(rows, 1)  # (K, N_L, p)
-        inverse = problem.hypergrad(G, problem.lam)  # l.10
+        solve = problem.hypergrad(G, problem.lam)  # l.10
         for _ in range(problem.N_U):  # l.11
             batch = next(problem.labelled)
-            upper_step(problem.L_D, theta_P, theta_D, phi_D, batch, inverse, opt_D)
+            upper_step(problem.L_D, theta_P, theta_D, phi_D, batch, solve, opt_D)
     return theta_P.detach()  # l.17
     # end of blank

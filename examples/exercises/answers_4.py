@@ -46,8 +46,8 @@ def with_decay(G: Tensor, lam: float, decay: float) -> Callable[[Tensor], Tensor
     # blank: M-FAC with another damping, and a factor
     # Decay ω adds ω/2 |θ_P|² to Eq. 4, so the matrix to invert is H + (λ + ω) I. M-FAC with λ + ω
     # inverts it, but also multiplies by λ + ω, where Eq. 5 has λ.
-    inverse = mfac.mfac(G, lam + decay)
-    return lambda g: lam / (lam + decay) * inverse(g)
+    solve = mfac.mfac(G, lam + decay)
+    return lambda g: lam / (lam + decay) * solve(g)
     # end of blank
 
 

@@ -20,7 +20,7 @@ from torch.optim import SGD
 import mfac
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (theta, phi, batch) -> scalar
-Inverse = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
+Map = Callable[[Tensor], Tensor]  # g (K, p) -> q (K, p)
 
 
 class Problem(NamedTuple):
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     L_D: Loss
     pretext: Iterator[Tensor]  # batches for the lower level
     labelled: Iterator[Tensor]  # batches for the upper level
-    hypergrad: Callable[[Tensor, float], Inverse]  # line 10: G (K, N_L, p) and λ -> inverse
+    hypergrad: Callable[[Tensor, float], Map]  # line 10: G (K, N_L, p) and λ -> solve
     lr: float  # learning rate of both levels, for SGD
     lam: float
     T: int
@@ -56,7 +56,7 @@ class Run(NamedTuple):
     lower: list[Pass]  # every call of L_P
     upper: list[Pass]  # every call of L_D: in each upper step the first and the second one
     G: list[Tensor]  # what `hypergrad` was given, once in an alternation
-    g: list[Tensor]  # what `inverse` was given, once in an upper step
+    g: list[Tensor]  # what `solve` was given, once in an upper step
     q: list[Tensor]  # what it returned
     theta_P: Tensor  # the result
 
@@ -73,12 +73,12 @@ def watch(algorithm_1: Callable[[Problem], Tensor], problem: Problem) -> Run:
         run.upper.append(Pass(theta.detach().clone(), phi.detach().clone(), batch))
         return problem.L_D(theta, phi, batch)
 
-    def hypergrad(G: Tensor, lam: float) -> Inverse:
+    def hypergrad(G: Tensor, lam: float) -> Map:
         run.G.append(G.detach().clone())
-        inverse = problem.hypergrad(G, lam)
+        solve = problem.hypergrad(G, lam)
 
         def watched(g: Tensor) -> Tensor:
-            q = inverse(g)
+            q = solve(g)
             run.g.append(g.detach().clone())
             run.q.append(q.detach().clone())
             return q
@@ -143,12 +143,12 @@ def copy_a(problem: Problem) -> Tensor:
             theta_P.grad += problem.lam * (theta_P - theta_D).detach()
             G[:, i] = theta_P.grad
             opt_P.step()
-        inverse = problem.hypergrad(G, problem.lam)
+        solve = problem.hypergrad(G, problem.lam)
         for _ in range(problem.N_U):
             batch = next(problem.labelled)
             g, at_P = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
-            grad_D, at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
-            theta_D.grad = inverse(g) + grad_D
+            grad_D_at_D, at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
+            theta_D.grad = solve(g) + grad_D_at_D
             phi_D.grad = at_P + at_D
             opt_D.step()
     return theta_P.detach()
@@ -184,7 +184,7 @@ def copy_b(problem: Problem) -> Tensor:
         lower.step()
         return row
 
-    def upper_step(inverse: Inverse) -> None:
+    def upper_step(solve: Map) -> None:
         batch = next(problem.labelled)
         of_phi = []
         of_theta = []
@@ -192,15 +192,15 @@ def copy_b(problem: Problem) -> Tensor:
             of_this, of_head = grad(problem.L_D(theta, phi_D, batch), [theta, phi_D])
             of_theta.append(of_this)
             of_phi.append(of_head)
-        theta_D.grad = inverse(of_theta[0]) + of_theta[1]
+        theta_D.grad = solve(of_theta[0]) + of_theta[1]
         phi_D.grad = torch.stack(of_phi).mean(0)
         upper.step()
 
     for _ in range(problem.T):
         rows = [lower_step() for _ in range(problem.N_L)]
-        inverse = problem.hypergrad(torch.stack(rows, 1), problem.lam)
+        solve = problem.hypergrad(torch.stack(rows, 1), problem.lam)
         for _ in range(problem.N_U):
-            upper_step(inverse)
+            upper_step(solve)
     return theta_P.detach()
 
 
@@ -236,12 +236,12 @@ def copy_c(problem: Problem) -> Tensor:
                                      alpha=problem.lam)  # fmt: skip
             phi_P.grad = grads[1]
             opt_P.step()
-        inverse = problem.hypergrad(torch.stack(stored, 1), problem.lam)
+        solve = problem.hypergrad(torch.stack(stored, 1), problem.lam)
         for _ in range(problem.N_U):
             batch = next(problem.labelled)
             at_P = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
             at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
-            theta_D.grad = inverse(at_P[0]) + at_D[0]
+            theta_D.grad = solve(at_P[0]) + at_D[0]
             phi_D.grad = at_P[1] + at_D[1]
             opt_D.step()
     return theta_P.detach()
@@ -277,13 +277,13 @@ def copy_d(problem: Problem) -> Tensor:
             G.append(row)
             theta_P.grad = row - problem.lam * (theta_D - theta_P).detach()
             opt_P.step()
-        inverse = problem.hypergrad(torch.stack(G).transpose(0, 1), problem.lam)
+        solve = problem.hypergrad(torch.stack(G).transpose(0, 1), problem.lam)
         for _ in range(problem.N_U):
             batch = next(problem.labelled)
             g, first = gradients(problem.L_D, theta_D, heads["D"], batch)
-            q = inverse(g)
-            grad_D, second = gradients(problem.L_D, theta_D, heads["D"], batch)
-            theta_D.grad = q + grad_D
+            q = solve(g)
+            grad_D_at_D, second = gradients(problem.L_D, theta_D, heads["D"], batch)
+            theta_D.grad = q + grad_D_at_D
             heads["D"].grad = first + second
             opt_D.step()
     return theta_P.detach()
@@ -317,12 +317,12 @@ def copy_e(problem: Problem) -> Tensor:
             theta_P.grad = grad_P + problem.lam * delta
             phi_P.grad = g_phi_P
             opt_P.step()
-        inverse = problem.hypergrad(torch.stack(rows, 1), problem.lam)
+        solve = problem.hypergrad(torch.stack(rows, 1), problem.lam)
         for batch in itertools.islice(problem.labelled, problem.N_U):
-            g, g_phi_at_P = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
-            grad_D, g_phi_at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
-            theta_D.grad = inverse(g) + grad_D
-            phi_D.grad = g_phi_at_P + g_phi_at_D
+            g, grad_phi_at_P = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
+            grad_D_at_D, grad_phi_at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
+            theta_D.grad = solve(g) + grad_D_at_D
+            phi_D.grad = grad_phi_at_P + grad_phi_at_D
             opt_D.step()
     return theta_P.detach()
 

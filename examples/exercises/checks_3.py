@@ -112,8 +112,8 @@ def row_of(found: Any, grad: Tensor, delta: Tensor, which: str) -> None:
 
 
 def check_upper_step(upper_step: Any) -> list[str]:
-    """Two steps of descent with momentum against gradients by hand; the inverse is a matrix."""
-    answer = guarded(upper_step, "_ theta_P _ _ batch inverse opt_D")
+    """Two steps of descent with momentum against gradients by hand; `solve` is a matrix."""
+    answer = guarded(upper_step, "_ theta_P _ _ batch solve opt_D")
     theta_P, theta_D, phi_D = start()
     fixed, theta, phi = (x.detach().clone() for x in (theta_P, theta_D, phi_D))
     R = random(K * p, K * p, seed=5)
@@ -121,10 +121,10 @@ def check_upper_step(upper_step: Any) -> list[str]:
     grads = Grads(theta_P=theta_P)
     calls: list[Tensor] = []
 
-    def inverse(g: Tensor) -> Tensor:
+    def solve(g: Tensor) -> Tensor:
         calls.append(g)
         if g.shape != (K, p):
-            raise Wrong(f"`inverse` was given a g {tuple(g.shape)}; it must be {(K, p)}, as θ is")
+            raise Wrong(f"`solve` was given a g {tuple(g.shape)}; it must be {(K, p)}, as θ is")
         return (R.to(g.dtype) @ g.flatten()).view(K, p)
 
     earlier = torch.zeros_like(fixed)  # what `.grad` of θ_P would hold, were it never cleared
@@ -134,30 +134,30 @@ def check_upper_step(upper_step: Any) -> list[str]:
     for step, which in enumerate(("first", "second")):
         batch = random(4, seed=21 + step)
         calls.clear()
-        q = answer(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+        q = answer(loss, theta_P, theta_D, phi_D, batch, solve, opt)
         asked = max(asked, len(calls))
         g, phi_at_P = by_hand(fixed, phi, batch)
-        grad_D, phi_at_D = by_hand(theta, phi, batch)
-        right = inverse(g)
+        grad_D_at_D, phi_at_D = by_hand(theta, phi, batch)
+        right = solve(g)
         same(f"q of the {which} step", q, right, {
-            "g was taken at θ_D; line 12 takes it at θ_P": inverse(grad_D),
-            "this is g; line 13 gives it to `inverse`": g,
+            "g was taken at θ_D; line 12 takes it at θ_P": solve(grad_D_at_D),
+            "this is g; line 13 gives it to `solve`": g,
             "g has the gradient of the first step in it, too; `theta_P.grad` adds up over passes, "
-            "and opt_D does not clear it": inverse(earlier + g),
+            "and opt_D does not clear it": solve(earlier + g),
         })  # fmt: skip
         no_graph(f"q of the {which} step", q)
-        push = MOMENTUM * push + right + grad_D
+        push = MOMENTUM * push + right + grad_D_at_D
         push_phi = MOMENTUM * push_phi + phi_at_P + phi_at_D
         moved = theta - LR * push
         by_itself = "the step was not opt_D's, which has a momentum; leave it to `opt_D.step()`"
         same(f"θ_D after the {which} step", theta_D, moved, {
-            "the second term of line 14, ∇L^D at θ_D, is missing": moved + LR * grad_D,
+            "the second term of line 14, ∇L^D at θ_D, is missing": moved + LR * grad_D_at_D,
             "q is missing in line 14": moved + LR * right,
             "g stands in the place of q in line 14": moved + LR * (right - g),
             "the second term of line 14 must be taken at θ_D, not at θ_P":
-                moved + LR * (grad_D - g),
+                moved + LR * (grad_D_at_D - g),
             "θ_D did not move; does opt_D find a gradient in `theta_D.grad`?": theta,
-            by_itself: theta - LR * (right + grad_D),
+            by_itself: theta - LR * (right + grad_D_at_D),
         })  # fmt: skip
         same(f"φ_D after the {which} step", phi_D, phi - LR * push_phi, {
             "its gradient at θ_P is missing; line 15 adds two": phi - LR * (push_phi - phi_at_P),
@@ -172,20 +172,20 @@ def check_upper_step(upper_step: Any) -> list[str]:
     grads.compare()
     remarks = []
     if asked > 1:
-        remarks.append("`inverse` is called more than once; line 13 is one call")
+        remarks.append("`solve` is called more than once; line 13 is one call")
     theta_P.grad = random(K, p, seed=6)  # as it is after a lower step
     grads = Grads(theta_P=theta_P)
-    q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+    q = upper_step(loss, theta_P, theta_D, phi_D, batch, solve, opt)
     g, _ = by_hand(fixed, phi, batch)
-    same("q, if there is a gradient in `theta_P.grad` already,", q, inverse(g), {
-        "it has that gradient in it": inverse(g + random(K, p, seed=6)),
+    same("q, if there is a gradient in `theta_P.grad` already,", q, solve(g), {
+        "it has that gradient in it": solve(g + random(K, p, seed=6)),
     })  # fmt: skip
     grads.compare()
 
     def one_step(batch: Tensor) -> list[Tensor]:
         theta_P, theta_D, phi_D = start(batch.dtype)
         opt = sgd([theta_D, phi_D])
-        q = upper_step(loss, theta_P, theta_D, phi_D, batch, inverse, opt)
+        q = upper_step(loss, theta_P, theta_D, phi_D, batch, solve, opt)
         return [q, theta_D, phi_D]
 
     return remarks + any_type(one_step, batch)
@@ -235,7 +235,7 @@ class Problem(NamedTuple):
 
 
 class Quadratic:
-    """Quadratic losses without noise, a diagonal Hessian, and an inverse that is exact.
+    """Quadratic losses without noise, a diagonal Hessian, and a `solve` that is exact.
 
     So the steps end in the optimum of Eq. 3, which is known, and not only near it. The heads have
     minima of their own, so their way there is known, too. A batch is the minimum of its loss and
