@@ -32,6 +32,7 @@ from support.checkpoints import (
     load_backbone,
     repository_of,
 )
+from support.definitions import say
 from support.experiment import (
     Experiment,
     check_batches,
@@ -60,34 +61,48 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
     """
     if isinstance(cfg, AlignConfig):
         return plan_align(cfg, out)
-    return plan_finetune(cfg, out) if isinstance(cfg, FinetuneConfig) else plan_pretrain(cfg, out)
+    if isinstance(cfg, PretrainConfig):
+        return plan_pretrain(cfg, out)
+    if cfg.start is None or cfg.start.exists():
+        return plan_finetune(cfg, out)
+    without = cfg.model_copy(update={"start": None})  # its rates are those after align
+    about_start = {"start": f"{cfg.start}, not here yet, so it is not looked at"}
+    return about_start | plan_finetune(without, out) | {"unlike the paper": cfg.unlike_paper()}
 
 
 def plan_align(cfg: AlignConfig, out: Path) -> Record:
     """Return what an `align` run will be."""
     experiment = open_experiment(cfg, load=load_what_is_here)
     prepare(experiment)  # only to see whether the settings fit
-    is_here = bool(experiment.networks.sha256)
-    if is_here:
+    if is_here(experiment):
         check_directory(out, define("align", cfg, experiment.digests))
-    found = describe_experiment(experiment) | {
-        "length": f"{count(cfg.probe_epochs, 'epoch')} of linear probing, "
-        f"{count(cfg.alternations, 'alternation')} of {count(cfg.lower_steps, 'lower step')} and "
-        f"{count(cfg.upper_steps, 'upper step')}"
-    }
-    records = count_records(out)  # the first one is that of linear probing
+    pretraining, labels = count(cfg.lower_steps, "step"), count(cfg.upper_steps, "step")
+    found = describe_experiment(experiment)
+    found["length"] = (
+        f"{count(cfg.probe_epochs, 'epoch')} of the head alone,"
+        f" {count(cfg.alternations, 'alternation')} of {pretraining} of pretraining and {labels}"
+        " with labels"
+    )
+    records = count_records(out)  # the first one is that of the head alone
     done = max(0, records - 1)
     left = cfg.alternations - done
-    if left and is_here and is_quick(experiment.networks.arch, experiment.device):
+    if left and is_timed(experiment):
         seconds = time_align(experiment)
-        total = left * cfg.lower_steps * seconds["lower step"]
-        total += left * cfg.upper_steps * seconds["upper step"]
-        total += 2 * math.ceil(left / cfg.eval_every) * seconds["validation"]
-        if not records:  # a step of linear probing takes no longer than one of the upper level
-            steps = cfg.probe_epochs * experiment.steps_of_epoch(cfg.d_batch)
-            total += steps * seconds["upper step"]
+        probe_epochs = 0 if records else cfg.probe_epochs
+        total = reckon_align(experiment, seconds, left, probe_epochs)
         found |= tell_times(seconds, total, experiment.device)
     return found | describe_rest(cfg, out, done, cfg.alternations)
+
+
+def reckon_align(
+    experiment: Alignment, seconds: Seconds, alternations: int, probe_epochs: int
+) -> float:
+    """Return how many seconds so many alternations and epochs of the head alone take."""
+    cfg = experiment.cfg
+    upper = seconds["step with labels"]  # a step of the head alone takes no longer
+    total = alternations * (cfg.lower_steps * seconds["pretraining step"] + cfg.upper_steps * upper)
+    total += 2 * math.ceil(alternations / cfg.eval_every) * seconds["validation"]
+    return total + probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper
 
 
 def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
@@ -95,20 +110,20 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
     starts = read_starts(cfg)
     experiment = open_experiment(cfg, load=load_what_is_here)
     check_batches(experiment, "--batch", cfg.batch)
-    is_here = bool(experiment.networks.sha256)
-    if is_here:
+    if is_here(experiment):
         check_starts(starts, experiment)
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
     read_starts(cfg)  # refuses too few adapters for all seeds
     steps = experiment.steps_of_epoch(cfg.batch)
     trials = count_trials(cfg)
-    found = describe_experiment(experiment) | {
-        "length": f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of "
-        f"{count(steps, 'step')}: {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
-    }
+    found = describe_experiment(experiment)
+    found["length"] = (
+        f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {count(steps, 'step')}:"
+        f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
+    )
     done = min(trials, len([*out.glob("lr*-s*/result.json")]))
-    if done < trials and is_here and is_quick(experiment.networks.arch, experiment.device):
+    if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         scoring = math.ceil(cfg.epochs / cfg.eval_epochs) * seconds["validation"]
         of_trial = cfg.epochs * steps * seconds["training step"] + scoring
@@ -152,9 +167,9 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
         found["pool"] = describe(experiment.pool)
     official = OFFICIAL_FILES.get((cfg.backbone, cfg.pretext))
     source = cfg.weights or official or f"timm's own, {repository_of(cfg.backbone)}"
-    is_here = "here" if networks.sha256 else "to be fetched"
+    where = "here" if is_here(experiment) else "to be fetched"
     size = SIZES.get((cfg.backbone, cfg.pretext), round(count_numbers(networks.backbone) * 4e-6))
-    found["weights"] = f"{source}, {is_here}, about {size} MB"
+    found["weights"] = f"{source}, {where}, about {size} MB"
     return found | describe_sizes(networks.arch)
 
 
@@ -192,17 +207,21 @@ def tell_times(seconds: Seconds, total: float, device: torch.device) -> Record:
 def as_text(found: Record) -> str:
     """Return a plan as lines for people.
 
-    >>> print(as_text({"device": "cpu", "pool": ["2 images", "left out: 1 .txt"]}))
-    device  cpu
+    >>> print(as_text({"pool": ["2 images", "left out: 1 .txt"], "unlike": {"rank": (8, 64)}}))
     pool    2 images; left out: 1 .txt
+    unlike  rank 8 (not 64)
     """
     width = max(map(len, found))
     lines = []
     for name, value in found.items():
         if isinstance(value, int):  # the size of a split, which the line of the images has, too
             continue
-        if isinstance(value, dict):
-            value = ", ".join(f"{key} {content}" for key, content in value.items()) or "nothing"
+        if isinstance(value, dict):  # what is unlike the paper
+            unlike = [
+                f"{key} {say(key, here)} (not {say(key, there)})"
+                for key, (here, there) in value.items()
+            ]
+            value = ", ".join(unlike) or "nothing"
         elif isinstance(value, list):
             value = "; ".join(value)
         lines.append(f"{name:<{width}}  {value}")
@@ -234,16 +253,26 @@ def count_trials(cfg: FinetuneConfig) -> int:
 # --- a step of each kind, after one that warms up -------------------------------------------------
 
 
+def is_here(experiment: Experiment[Any]) -> bool:
+    """Whether the weights of the network are on this machine."""
+    return bool(experiment.networks.sha256)
+
+
+def is_timed(experiment: Experiment[Any]) -> bool:
+    """Whether steps are taken: the weights are here, and a step does not take minutes."""
+    return is_here(experiment) and is_quick(experiment.networks.arch, experiment.device)
+
+
 def is_quick(arch: Arch, device: torch.device) -> bool:
     """Whether a step of a network does not take minutes."""
     return device.type != "cpu" or arch.dim <= LARGE
 
 
 def time_align(experiment: Alignment) -> Seconds:
-    """Return the seconds of a lower step, of an upper step and of a validation."""
+    """Return the seconds of a pretraining step, of one with labels and of a validation."""
 
     def time_alternation(upper_steps: int) -> float:
-        """Return the seconds of an alternation of one lower step and so many upper ones."""
+        """Return the seconds of an alternation of one pretraining step and so many others."""
         lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps, "warmup": 0}
         short = replace(experiment, cfg=experiment.cfg.model_copy(update=lengths))
         return time_second(alternations_left(short, prepare(short)))
@@ -251,7 +280,8 @@ def time_align(experiment: Alignment) -> Seconds:
     lower, both = time_alternation(0), time_alternation(1)
     upper = max(0.0, both - lower)
     return {
-        "lower step": lower, "upper step": upper, "validation": time_validation(experiment),
+        "pretraining step": lower, "step with labels": upper,
+        "validation": time_validation(experiment),
     }  # fmt: skip
 
 

@@ -546,7 +546,7 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert (plan["train"], plan["val"], plan["test"]) == (80, 160, 480)
     assert plan["dataset"][0].endswith("; train 80, val 160, test 480")
     assert plan["pool"] == ["images without labels: 4000"]
-    unlike = {"lower_steps": 7, "upper_steps": 4, "d_optimizer": "sgd", "pool": "quilts"}
+    unlike = {"lower_steps": [7, 20], "upper_steps": [4, 8], "d_optimizer": ["sgd", "adamw"]}
     assert unlike.items() <= plan["unlike the paper"].items()
     assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
     assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written

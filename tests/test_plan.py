@@ -31,7 +31,7 @@ def test_the_rates_that_are_there_are_among_those_that_are_unlike_the_paper(
     done(line)
     plan = json.loads(done(f"{line} --lr 0.005 --dry-run --json"))
     assert "2 rates" in plan["length"]
-    assert plan["unlike the paper"]["lr"] == [0.005, 0.01]
+    assert plan["unlike the paper"]["lr"][0] == [0.005, 0.01]
 
 
 def test_trials_are_each_rate_with_the_first_seeds_and_the_best_with_all() -> None:
@@ -46,7 +46,8 @@ def test_trials_are_each_rate_with_the_first_seeds_and_the_best_with_all() -> No
 def test_of_one_thing_there_is_no_plural(pretrained: Path) -> None:
     line = align_line(pretrained, "--alternations 1 --upper-steps 1 --probe-epochs 1 --warmup 0")
     told = json.loads(done(f"{line} --dry-run --json"))["length"]
-    assert told == "1 epoch of linear probing, 1 alternation of 2 lower steps and 1 upper step"
+    assert told.startswith("1 epoch of ") and "1 alternation of 2 steps of " in told
+    assert "1 step with " in told
 
 
 def test_the_network_is_built_without_its_numbers() -> None:
@@ -58,7 +59,7 @@ def test_the_network_is_built_without_its_numbers() -> None:
 
 def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Path) -> None:
     plan = json.loads(done(align_line(pretrained, "--dry-run --json")))
-    assert {"lower step", "upper step", "validation", "about"} <= plan.keys()
+    assert {"pretraining step", "step with labels", "validation", "about"} <= plan.keys()
     plan = json.loads(done(finetune_line(pretrained, "--dry-run --json")))
     assert {"training step", "validation", "about"} <= plan.keys()
     said = done(finetune_line(pretrained, "--dry-run"))
@@ -149,3 +150,14 @@ def test_a_network_of_timm_says_whether_its_weights_are_here() -> None:
     plan = json.loads(done(f"{line} --dry-run --json"))
     assert plan["weights"] == "timm's own, timm/test_vit.r160_in1k, to be fetched, about 1 MB"
     assert "training step" not in plan
+
+
+def test_fine_tuning_can_be_planned_before_the_run_that_it_starts_from(pretrained: Path) -> None:
+    """With the network and data that are given, and the rates after align; else in one line."""
+    line = finetune_line(pretrained, "--from a --dry-run --json").replace("--lr 1e-2", "")
+    plan = json.loads(done(line))
+    assert plan["start"].startswith(str(Path("a").absolute()))
+    assert "6 rates" in plan["length"] and "lr" not in plan["unlike the paper"]
+    assert "training step" in plan
+    said = refusal("finetune --from a --dry-run")
+    assert "--from a" in said and "--backbone" in said and "--dataset" in said

@@ -98,7 +98,7 @@ def test_a_scripts_track_gets_the_units_of_training_and_another_one_the_images_t
     tracks = {"track": labels_in(trained), "reading": labels_in(read)}
     cfg = AlignConfig(weights=weights, **labelled, **unlabelled, **ALIGN_SETTINGS)
     align(cfg, tmp_path / "a", **tracks)
-    assert (trained, read) == (["probe", "align"], [READING] * 2)
+    assert (trained, read) == (["head alone", "align"], [READING] * 2)
     finetune(FinetuneConfig(weights=weights, **labelled, **PEFT_SETTINGS), tmp_path / "f", **tracks)
     assert READING not in trained and read == [READING] * 3
     of_pool = PretrainConfig(backbone="vit_mini", **unlabelled, epochs=1, warmup_epochs=0)
