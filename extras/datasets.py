@@ -14,6 +14,7 @@ from support.looking import (
     describe,
     files_of,
     find_copies,
+    find_lacking,
     find_shared,
     hash_images,
     look_at_files,
@@ -21,6 +22,10 @@ from support.looking import (
 from support.runs import Track, untracked
 
 MOST_NAMED = 3  # groups of copies that a line names
+DIVIDE = (
+    "images were drawn one by one: if several show one patient, film or object, divide them"
+    " yourself, as docs/guide.md shows"
+)
 
 
 class Check(BaseModel):
@@ -65,13 +70,18 @@ def check(
         raise UsageError(f"{name}: {say_no_folder(place)}")
     is_task = not as_pool and name != "omniglot"
     if is_task and name.startswith("folder:") and not given.startswith("folder:"):
-        names = {path.name.lower() for path in subfolders(place)}
-        is_task = len(names) > 1 or "train" in map(PARTS.get, names)
+        is_task = looks_labelled(place)
     problems: list[str] = []
     source: Task | Pool | None = None
     with collected(problems):
         source = open_task(name, 0, root, partial=partial) if is_task else open_pool(name, root)
     return look_through(name, place, source, problems, track)
+
+
+def looks_labelled(place: Path) -> bool:
+    """Whether a folder has several folders, which may be classes, or the part train."""
+    names = {path.name.lower() for path in subfolders(place)}
+    return len(names) > 1 or "train" in map(PARTS.get, names)
 
 
 def look_through(
@@ -89,11 +99,18 @@ def look_through(
     return Check(
         name=name,
         images=images,
-        holds=describe(found) if source else [f"images: {images}"],
+        holds=say_all(source) if source else [f"images: {images}"],
         left_out=dict(found.left_out),
         problems=problems,
         copies=copies,
     )
+
+
+def say_all(source: Task | Pool) -> list[str]:
+    """Return how a data set was understood, classes that a part lacks, and who divides patients."""
+    if isinstance(source, Pool):
+        return describe(source)
+    return describe(source) + find_lacking(source) + ([DIVIDE] if source.drawn else [])
 
 
 def say_copies(copies: Sequence[Sequence[str]], place: Path) -> list[str]:

@@ -20,14 +20,7 @@ def check_task(task: Task) -> None:
             f"task: is a {type(task).__name__}; give data.Task(name, train, val, test, classes)"
         )
     check_channels(task.mean, task.std)
-    is_list = isinstance(task.classes, Sequence) and not isinstance(task.classes, str)
-    if not is_list or not all(isinstance(kind, str) for kind in task.classes):
-        raise ValueError(
-            f"classes: is {task.classes!r}; give a list of names, such as"
-            " [str(k) for k in range(10)]"
-        )
-    if len(set(task.classes)) < max(2, len(task.classes)):
-        raise ValueError("classes: two or more names are needed, each once")
+    check_classes(task.classes)
     for name, split in task.splits().items():
         if not isinstance(split, Split):
             kind = type(split).__name__
@@ -39,6 +32,17 @@ def check_task(task: Task) -> None:
     if not task.uncut and size_in_memory(task.val) != size_in_memory(task.test):
         # One that has the network's size is taken whole, others are cut, see `data.Images`.
         raise ValueError("val and test: give their images in one size, or all of them as files")
+
+
+def check_classes(classes: Sequence[str]) -> None:
+    """Raise ValueError where classes are no list of two or more different names."""
+    is_list = isinstance(classes, Sequence) and not isinstance(classes, str)
+    if not is_list or not all(isinstance(name, str) for name in classes):
+        raise ValueError(
+            f"classes: is {classes!r}; give a list of names, such as [str(k) for k in range(10)]"
+        )
+    if len(set(classes)) < max(2, len(classes)):
+        raise ValueError("classes: two or more names are needed, each once")
 
 
 def size_in_memory(split: Split) -> tuple[int, ...] | None:
@@ -102,12 +106,16 @@ def check_images(images: Stored, name: str) -> None:
         raise ValueError(f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path")
     if not len(images):
         raise ValueError(f"{name}: has no images")
-    if not isinstance(images, Tensor):
-        if not all(isinstance(file, Path) for file in images):
-            raise ValueError(f"{name}: images have to be one tensor, or a list of pathlib.Path")
-        if len({file.is_absolute() for file in images}) > 1:
-            raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
-        return
+    if isinstance(images, Tensor):
+        check_pixels(images, name)
+    elif not all(isinstance(file, Path) for file in images):
+        raise ValueError(f"{name}: images have to be one tensor, or a list of pathlib.Path")
+    elif len({file.is_absolute() for file in images}) > 1:
+        raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
+
+
+def check_pixels(images: Tensor, name: str) -> None:
+    """Raise ValueError where a tensor is not (images, 3, height, width) of numbers from 0 to 1."""
     if images.dtype != torch.float32:  # whole numbers from 0 to 255, or 0 and 1: who knows?
         raise ValueError(
             f"{name}: images are {images.dtype}; give float32 from 0 to 1: images.float(), and of"

@@ -5,6 +5,7 @@ PARTS) with class folders each. What is refused are folders that cannot be meant
 was understood is printed before a run, see `support.looking.describe`.
 """
 
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,9 +19,12 @@ from data import SPLITS, Pool, Split, Task, seed_for
 
 Label = int | list[int]  # the class, such as 3; or for each class 1 yes, -1 no, 0 not counted
 Entries = list[tuple[str, Label]]  # image file relative to the dataset's folder, and its label
-# Names of files and folders that are left out begin so: hidden ones, and those that systems make,
-# such as the thumbnails of a NAS in @eaDir.
-LEFT_OUT = (".", "@", "#recycle", "#snapshot", "$RECYCLE", "__MACOSX")
+# Folders that systems make, such as a NAS for its thumbnails and a Mac for what it packs. They are
+# left out, as are hidden files and folders, whose names begin with a dot.
+OF_SYSTEMS = {
+    "@eaDir", "@Recycle", "@Recently-Snapshot", "#recycle", "#snapshot", "$RECYCLE.BIN",
+    "System Volume Information", "lost+found", "__MACOSX",
+}  # fmt: skip
 PARTS = {  # what folders of parts are called, in small letters, and what they are
     **dict.fromkeys(("train", "training", "trainset"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
@@ -41,7 +45,7 @@ class Found(NamedTuple):
 
 
 def find_images(root: Path) -> Found:
-    """Find all image files below a folder, except files and folders whose names are LEFT_OUT.
+    """Find all image files below a folder, except what is hidden or OF_SYSTEMS.
 
     Links are followed, but no folder is entered twice: a link may lead back.
     """
@@ -76,16 +80,13 @@ def find_images(root: Path) -> Found:
 
 
 def shown(place: Path) -> list[Path]:
-    """Return the paths directly in a folder whose names are not LEFT_OUT, sorted by name.
-
-    Raises OSError.
-    """
-    paths = (path for path in place.iterdir() if not path.name.startswith(LEFT_OUT))
-    return sorted(paths, key=lambda path: path.name)
+    """Return what is directly in a folder, but hidden or OF_SYSTEMS, by name. Raises OSError."""
+    paths = [path for path in place.iterdir() if path.name not in OF_SYSTEMS]
+    return sorted((path for path in paths if path.name[0] != "."), key=lambda path: path.name)
 
 
 def subfolders(place: Path) -> list[Path]:
-    """Return the folders directly in a folder whose names are not LEFT_OUT, sorted by name."""
+    """Return the folders directly in a folder, but hidden or OF_SYSTEMS, by name."""
     return [path for path in shown(place) if path.is_dir()]
 
 
@@ -143,18 +144,7 @@ def folder(root: str | Path, seed: int) -> Task:
     root = Path(root)
     parts = find_parts(root)
     classes = list_classes(parts)
-    entries: dict[str, Entries] = {part: [] for part in parts}
-    left_out = count_beside({root, *parts.values()})
-    if root not in parts.values():
-        left_out += count_in({*subfolders(root)} - {*parts.values()})
-    faults: list[str] = []
-    for part, place in parts.items():
-        for class_folder in subfolders(place):
-            found = find_images(class_folder)
-            label = classes.index(class_folder.name)
-            entries[part] += [(file.relative_to(root).as_posix(), label) for file in found.images]
-            left_out += found.left_out
-            faults += found.faults
+    entries, left_out, faults = list_images(root, parts, classes)
     drawn = [name for name in SPLITS if name not in parts]
     for name in reversed(drawn):  # test first, so val is a fifth of what test leaves
         entries["train"], entries[name] = holdout(entries["train"], seed, name)
@@ -163,6 +153,35 @@ def folder(root: str | Path, seed: int) -> Task:
         raise ValueError("; ".join(faults))
     train, val, test = (split_of(root, entries[name]) for name in SPLITS)
     return Task(f"folder:{root}", train, val, test, classes, left_out=left_out, drawn=drawn)
+
+
+class Listed(NamedTuple):
+    """The images of all parts, see `list_images`."""
+
+    entries: dict[str, Entries]  # by part
+    left_out: Counter[str]  # as in `Found`, also of files beside class folders and parts
+    faults: list[str]  # as in `Found`
+
+
+def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -> Listed:
+    """List the images in all class folders of the parts of `root`."""
+    listed = Listed({}, count_beside({root, *parts.values()}), [])
+    if root not in parts.values():
+        listed.left_out.update(count_in({*subfolders(root)} - {*parts.values()}))
+    for part, place in parts.items():
+        entries = listed.entries[part] = []
+        for class_folder in subfolders(place):
+            found = find_images(class_folder)
+            label = classes.index(class_of(class_folder))
+            entries += [(file.relative_to(root).as_posix(), label) for file in found.images]
+            listed.left_out.update(found.left_out)
+            listed.faults.extend(found.faults)
+    return listed
+
+
+def class_of(class_folder: Path) -> str:
+    """Return the class of a class folder: its name, whose accents may be stored in two ways."""
+    return unicodedata.normalize("NFC", class_folder.name)
 
 
 def split_of(root: Path, entries: Entries) -> Split:
@@ -175,20 +194,20 @@ def split_of(root: Path, entries: Entries) -> Split:
 def find_parts(root: Path) -> dict[str, Path]:
     """Return the folders of train, val and test by these names; without any, {"train": root}.
 
-    A folder that has one of the names in PARTS is a part if it holds folders, else it is a class.
-    Raises ValueError for two parts of one meaning, for parts without train, and where a link leads
-    nowhere, since it may be a part or a class.
+    A folder that has one of the names in PARTS is a part if it holds class folders, else it is a
+    class. Raises ValueError for two parts of one meaning, for parts without train, and where a link
+    leads nowhere, since it may be a part or a class.
     """
     check_links([root])
     parts: dict[str, Path] = {}
     for path in subfolders(root):
         part = PARTS.get(path.name.lower())
-        if part is None or not subfolders(path):
+        if part is None or not holds_class_folders(path):
             continue
         if part in parts:
             raise ValueError(f"{parts[part]} and {path} both mean {part}: make one of them")
         parts[part] = path
-    if not parts:
+    if not parts or are_classes(root, parts):
         return {"train": root}
     if "train" not in parts:
         names = ", ".join(path.name for path in parts.values())
@@ -198,6 +217,22 @@ def find_parts(root: Path) -> dict[str, Path]:
         )
     check_links(parts.values())
     return parts
+
+
+def holds_class_folders(place: Path) -> bool:
+    """Whether a folder holds several folders, or one and no images beside it."""
+    n = len(subfolders(place))
+    return n > 1 or (n == 1 and not has_images(place))
+
+
+def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
+    """Whether `parts` are classes that are only called so, as test/ beside control/.
+
+    So it is where train is not there, and what they hold is not called as the folders beside them.
+    """
+    beside = {path.name for path in subfolders(root)} - {path.name for path in parts.values()}
+    inside = {path.name for place in parts.values() for path in subfolders(place)}
+    return "train" not in parts and bool(beside) and not beside & inside
 
 
 def check_links(places: Iterable[Path]) -> None:
@@ -212,7 +247,7 @@ def list_classes(parts: Mapping[str, Path]) -> list[str]:
     Raises ValueError where there are fewer than two, and where one holds nothing but parts.
     """
     folders = [path for place in parts.values() for path in subfolders(place)]
-    classes = sorted({path.name for path in folders})
+    classes = sorted({class_of(path) for path in folders})
     if len(classes) < 2:
         raise ValueError(say_too_few(parts["train"], classes))
     for path in folders:
@@ -233,7 +268,7 @@ def say_too_few(place: Path, classes: Sequence[str]) -> str:
         inside = subfolders(inside)[0]  # such as what an archive was unpacked into
     if len(subfolders(inside)) > 1:
         remedy = f"the classes may be in {inside}: give that"
-    elif not has_images(place):
+    elif not classes and not has_images(place):
         remedy = f"{remedy}; {CONVERT}"
     holds = ", ".join(classes) or "none"
     return f"needs two or more class folders, and {place} holds {holds}: {remedy}"

@@ -36,11 +36,8 @@ Hashes = dict[str, list[str]]  # of the images of each split, by its name, in th
 MOST_READ = 20_000
 SAMPLE = 1_000
 MOST_SIZES = 100_000  # of how many files of a pool the size is asked: networks answer slowly
+MOST_NAMED = 20  # classes that are named in a line
 READ_AT_ONCE = 200  # files handed to threads: after Ctrl-C, taking thousands back takes seconds
-DIVIDE = (
-    "If several images show one patient, film or object, divide them yourself, as docs/guide.md"
-    " shows"
-)
 LISTENING = Lock()  # of the thread that is in `overheard`
 
 
@@ -300,34 +297,47 @@ def describe(source: Task | Pool) -> list[str]:
         lines = [f"images without labels: {len(source.images)}"]
     else:
         lines = [describe_counts(source)]
-        lines += [f"{part} lacks {', '.join(names)}" for part, names in find_lacking(source)]
-        if source.drawn:
-            lines.append(f"drawn image by image: {', '.join(['train', *source.drawn])}. {DIVIDE}")
     if source.left_out:
         lines.append(f"left out: {in_words(source.left_out)}")
     return lines
 
 
 def describe_counts(task: Task) -> str:
-    """Return how many images there are of each class, and in each split, of a task."""
+    """Return how many images there are of each class, and in each split, of a task.
+
+    >>> import torch
+    >>> split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+    >>> describe_counts(Task("own", split, split, split, ["daisy", "rose"], drawn=["val", "test"]))
+    '2 classes, 3 images each: daisy, rose; train 2, val 2 (drawn), test 2 (drawn)'
+    """
     of_splits = (count_by_class(split, len(task.classes)) for split in task.splits().values())
     counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
-    of_classes = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=True)]
-    if len(of_classes) > 20:  # the first ten and the last five are named
-        of_classes[10:-5] = ["..."]
-        of_classes[-1] += f" (from {min(counts)} to {max(counts)} a class)"
     sizes = task.sizes()
-    parts = ", ".join(f"{name} {n}" for name, n in sizes.items())
-    return f"{len(counts)} classes, {sum(sizes.values())} images: {', '.join(of_classes)}; {parts}"
+    if min(counts) == max(counts):
+        images = f"{counts[0]} images each: {shorten(task.classes)}"
+    else:
+        names = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=True)]
+        images = f"{sum(sizes.values())} images: {shorten(names)}"
+        if len(counts) > MOST_NAMED:
+            images += f" (from {min(counts)} to {max(counts)} a class)"
+    parts = [f"{part} {n}{' (drawn)' * (part in task.drawn)}" for part, n in sizes.items()]
+    return f"{len(counts)} classes, {images}; {', '.join(parts)}"
 
 
-def find_lacking(task: Task) -> list[tuple[str, list[str]]]:
-    """Return the parts that lack classes, with the names of these."""
+def shorten(names: Sequence[str]) -> str:
+    """Return names as a text; of more than MOST_NAMED, the first ten and the last five."""
+    if len(names) > MOST_NAMED:
+        names = [*names[:10], "...", *names[-5:]]
+    return ", ".join(names)
+
+
+def find_lacking(task: Task) -> list[str]:
+    """Return a line for each part that lacks classes, with the names of these."""
     found = []
     for part, split in task.splits().items():
         counts = count_by_class(split, len(task.classes))
         if lacking := [name for name, n in zip(task.classes, counts, strict=True) if not n]:
-            found.append((part, lacking))
+            found.append(f"{part} lacks {', '.join(lacking)}")
     return found
 
 

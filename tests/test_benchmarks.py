@@ -14,7 +14,6 @@ from config import OMNIGLOT
 from data import SPLITS, Task
 from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
 from support.errors import UsageError
-from support.looking import DIVIDE, describe
 
 
 def load(name: str, root: Path, **more: Any) -> Task:
@@ -161,7 +160,7 @@ def test_a_split_file_names_the_validation_images(tmp_path: Path, monkeypatch: A
     # Images 3 and 7 of each class are for test, so 0 to 5 are positions of the first class.
     assert [x.name for x in task.val.images] == ["Bird_3_0.jpg", "Bird_7_4.jpg"]
     assert not {*task.val.images} & {*task.train.images}
-    assert not any("drawn" in line for line in describe(task))
+    assert not task.drawn
 
 
 @pytest.mark.parametrize("name", ["cub200", "pets", "dtd"])
@@ -170,8 +169,7 @@ def test_a_benchmark_says_whether_its_validation_images_were_drawn(
 ) -> None:
     """That of DTD is its own."""
     make(name, tmp_path)
-    lines = [line for line in describe(load(name, tmp_path)) if "drawn" in line]
-    assert lines == ([] if name == "dtd" else [f"drawn image by image: train, val. {DIVIDE}"])
+    assert load(name, tmp_path).drawn == ([] if name == "dtd" else ["val"])
 
 
 @pytest.mark.parametrize(

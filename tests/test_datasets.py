@@ -19,11 +19,10 @@ from torchvision.datasets import OxfordIIITPet
 from toy import done, photos_in, refusal, run
 
 import data
-from extras.datasets import check
+from extras.datasets import DIVIDE, check
 from support.benchmarks import BENCHMARKS, download, open_pool, open_task
 from support.errors import RunError, UsageError
 from support.experiment import look_at_data
-from support.looking import DIVIDE
 from support.runs import untracked
 
 
@@ -159,9 +158,9 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     (tmp_path / "set/a/old.zip").touch()
     assert str(check(f"{tmp_path}/set", tmp_path)).splitlines() == [
         f"folder:{tmp_path}/set",
-        "2 classes, 10 images: a 5, b 5; train 6, val 2, test 2",
-        f"drawn image by image: train, val, test. {DIVIDE}",
+        "2 classes, 5 images each: a, b; train 6, val 2 (drawn), test 2 (drawn)",
         "left out: 1 .txt, 1 .zip",
+        DIVIDE,
         "no problems in 10 images",
     ]
     assert str(check(f"{tmp_path}/set/a", tmp_path)).splitlines() == [
@@ -254,7 +253,7 @@ def said_of_problem(line: str) -> str:
 def test_handwriting_is_checked_by_its_name() -> None:
     """Greek has 24 characters, each written by 20 people; the pool has 129 of 20."""
     said = done("data check omniglot:Greek")
-    assert "24 classes, 480 images" in said and "no problems in 480 images" in said
+    assert "24 classes, 20 images each" in said and "no problems in 480 images" in said
     assert "no problems in 2580 images" in done("data check omniglot")
     assert "did you mean omniglot:Greek?" in refusal("data check omniglot:Grek")
 
