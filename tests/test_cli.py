@@ -311,6 +311,28 @@ def test_a_file_gets_lines_alone_although_colours_are_asked_for(
     assert stream.getvalue() == "a warning\nalign 1/1  1\nthis took 0:00:00\n"
 
 
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines_as_a_file_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    with training(quiet=False) as track:
+        assert [*track([1], 1, "align")] == [1]
+    assert stream.getvalue() == "align 1/1  1\nthis took 0:00:00\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_result_is_printed_whatever_the_encoding_is(encoding: str, tmp_path: Path) -> None:
+    """As on Windows and on old clusters. The folder's name is in neither."""
+    for kind in ("\N{CJK UNIFIED IDEOGRAPH-5411}", "cat"):
+        photos_in(tmp_path, [f"{kind}/{number}.png" for number in range(6)], seed=ord(kind[0]))
+    program = [sys.executable, str(ROOT / "cli.py"), "data", "check", f"folder:{tmp_path}"]
+    env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    found = subprocess.run(program, env=env, capture_output=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert rb"\u5411" in found.stdout + found.stderr
+
+
 def in_a_run(line: str) -> None:
     with training(quiet=False):
         LOG.warning("%s", line)

@@ -556,7 +556,9 @@ def test_a_pool_with_something_that_is_no_file_is_refused_before_the_work(
 
 
 def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    """Those that this process may use, which are fewer than the machine's in a job of a cluster."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(6)})
     for processes, workers in (("1", 6), ("2", 3), ("10000", 1), ("0", 6), ("", 6)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert data.count_workers() == workers

@@ -2,10 +2,14 @@
 
 import io
 import itertools
+import multiprocessing
+import multiprocessing.queues
 import os
 import pickle
+import queue
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,3 +159,34 @@ def test_a_process_that_decodes_and_ends_is_told_of_in_one_line_and_the_run_goes
         said = refusal(line, code=1)
     assert "DataLoader worker" in said and "--workers 0" in said and "/dev/shm" in said
     done(line)
+
+
+@pytest.mark.parametrize("seen_first", [ConnectionResetError(104, "reset"), EOFError(), None])
+def test_whatever_is_seen_first_of_a_workers_end_is_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_first: Exception | None
+) -> None:
+    """A pipe that is cut, its end, or a process that is gone (None): it depends on the moment.
+
+    Never is it raised while the batches that are done are worked with, by a handler of signals.
+    """
+    save_by_class(tmp_path, torch.rand(8, 3, 20, 20), torch.zeros(8))
+    split = data.Split(sorted(tmp_path.rglob("*.png")), torch.zeros(8, dtype=torch.int64))
+    images = data.Images(split, data.Transform(8, *data.IMAGENET))
+    draws = data.stream(8, 2, 0, "test", range(1000))
+    loaded = data.batches(images, draws, 1, torch.device("cpu"))
+    next(loaded)
+    (worker,) = multiprocessing.active_children()
+
+    def receive(*_: object, **__: object) -> None:
+        raise seen_first or queue.Empty
+
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    if seen_first is None:
+        worker.join()
+        deadline = time.monotonic() + 0.2
+        while time.monotonic() < deadline:  # a handler would be called here
+            pass
+    monkeypatch.setattr(multiprocessing.queues.Queue, "get", receive)
+    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+        for _ in loaded:
+            pass
