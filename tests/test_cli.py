@@ -326,7 +326,7 @@ def test_a_result_is_printed_whatever_the_encoding_is(encoding: str, tmp_path: P
     """As on Windows and on old clusters. The folder's name is in neither."""
     for kind in ("\N{CJK UNIFIED IDEOGRAPH-5411}", "cat"):
         photos_in(tmp_path, [f"{kind}/{number}.png" for number in range(6)], seed=ord(kind[0]))
-    program = [sys.executable, str(ROOT / "cli.py"), "data", "check", f"folder:{tmp_path}"]
+    program = [sys.executable, str(Path(cli.__file__)), "data", "check", f"folder:{tmp_path}"]
     env = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     found = subprocess.run(program, env=env, capture_output=True, check=False)
     assert found.returncode == 0, found.stderr

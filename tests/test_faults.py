@@ -187,6 +187,6 @@ def test_whatever_is_seen_first_of_a_workers_end_is_the_same_error(
         while time.monotonic() < deadline:  # a handler would be called here
             pass
     monkeypatch.setattr(multiprocessing.queues.Queue, "get", receive)
-    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker"):
         for _ in loaded:
             pass
