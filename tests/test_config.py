@@ -180,7 +180,6 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
         ("text.json", '"x"', "no settings by name"),
         ("twice.toml", "lr = [0.01]\nlr = [0.1]", "overwrite"),
         ("nothere.toml", None, "there is no such file"),
-        ("typo.toml", "alternation = 3", "alternation: .*did you mean alternations"),
     ],
 )
 def test_a_wrong_settings_file_is_named_and_not_a_flag(
@@ -200,10 +199,6 @@ def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
         cli.collect(AlignConfig, dict(B16), cli.Options(config=tmp_path / "c.toml"))
 
 
-def test_a_single_rate_may_be_a_whole_number() -> None:
-    assert FinetuneConfig(**B16, lr=1).lr == (1.0,)
-
-
 def test_fine_tuning_does_not_start_from_a_pretrain_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"command": "pretrain", "backbone": "vit_mini"}')
     said = "is a pretrain run, .*give it as --weights"
@@ -220,6 +215,9 @@ def test_the_default_directory_says_what_a_run_starts_from() -> None:
         (tuned.replace(backbone="timm:a/b"), "finetune-dtd-b-r64-s2"),
     ):
         assert cli.default_out(cfg) == Path("runs", name)
+    for letter in "xé":  # a folder may have a name of 255 bytes
+        long = tuned.replace(dataset=f"/{letter * 120}", start=f"/{letter * 120}")
+        assert len(cli.default_out(long).name.encode()) < 255
 
 
 def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:
@@ -253,7 +251,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         ),
         (AlignConfig, {"backbone": "timm:"}, "timm:NAME; of timm, only plain vision tr"),
         (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
-        (AlignConfig, {"backbone": "swin"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
         (
             AlignConfig,
@@ -262,8 +259,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         ),
         (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* its warm-up of 5; add --warmup-epochs 0,"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
-        (FinetuneConfig, {"lr": ""}, "--lr: Input should be a valid number"),
-        (FinetuneConfig, {"lr": "1e-3,,3e-3"}, "--lr: Input should be a valid number"),
         (FinetuneConfig, {"lr": "1e-3,"}, "--lr: Input should be a valid number"),
         (FinetuneConfig, {"lr": "0,001"}, "--lr: Input should be greater than 0"),
         (AlignConfig, {"aspect": ",1"}, "aspect: Input should be a valid number"),
@@ -272,10 +267,8 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
         # an empty place is not the folder that one is in
         (AlignConfig, {"dataset": ""}, "--dataset: "),
-        (AlignConfig, {"pool": ""}, "--pool: "),
         (FinetuneConfig, {"dataset": "folder:"}, "--dataset: folder: has to have a path behind it"),
         (FinetuneConfig, {"start": ""}, "--from: has to be a path, not ''"),
-        (FinetuneConfig, {"weights": ""}, "--weights: has to be a path, not ''"),
         (AlignConfig, {"data_root": ""}, "--data-root: has to be a path, not ''"),
     ],
 )

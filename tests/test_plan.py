@@ -14,7 +14,6 @@ from toy import (
     done,
     finetune_line,
     refusal,
-    run,
 )
 
 from config import BACKBONES, Arch, FinetuneConfig
@@ -41,13 +40,6 @@ def test_trials_are_each_rate_with_the_first_seeds_and_the_best_with_all() -> No
     )
     assert count_trials(cfg) == 9
     assert count_trials(cfg.replace(lr=(1e-3,))) == 5
-
-
-def test_of_one_thing_there_is_no_plural(pretrained: Path) -> None:
-    line = align_line(pretrained, "--alternations 1 --upper-steps 1 --probe-epochs 1 --warmup 0")
-    told = json.loads(done(f"{line} --dry-run --json"))["length"]
-    assert told.startswith("1 epoch of ") and "1 alternation of 2 steps of " in told
-    assert "1 step with " in told
 
 
 def test_the_network_is_built_without_its_numbers() -> None:
@@ -91,19 +83,6 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["weights"].endswith("_base_full.pth, to be fetched, about 448 MB")
     assert plan["network"].startswith("4 layers") and "training step" not in plan
-
-
-def test_a_network_without_any_weights_in_timm_is_refused_unless_a_file_is_given() -> None:
-    name = "timm:vit_giant_patch14_224"
-    for more in ("", "--dry-run"):
-        said = refusal(f"finetune --backbone {name} --dataset quilts {more}")
-        assert f"{name}: timm has no weights of this name" in said
-
-
-def test_a_benchmark_that_is_not_here_is_told_in_words() -> None:
-    said = run("finetune --backbone vit_l16 --dataset cub200 --dry-run").err
-    assert "data/CUB_200_2011 is not here; see --data-root, or `bisslight data download" in said
-    assert "Errno" not in said
 
 
 def test_a_run_of_a_single_step_a_level_can_be_planned(pretrained: Path, elsewhere: None) -> None:

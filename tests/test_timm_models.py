@@ -178,12 +178,6 @@ def test_images_are_normalised_as_the_network_was_trained(vit: Any) -> None:
     assert experiment.adapter_info().channels == ((0.5, 0.5, 0.5),) * 2
 
 
-def test_a_file_without_a_vit_in_timms_names_is_told_so(vit: Any) -> None:
-    torch.save({"vit.embeddings.cls_token": torch.ones(1)}, "w.pth")
-    with pytest.raises(UsageError, match=r"Missing key\(s\) in state_dict"):
-        load(settings(weights="w.pth"))
-
-
 def test_the_decoder_is_fresh_and_knows_where_the_patches_are(vit: Any) -> None:
     """The same numbers for a seed; a register has no position, and no patch is lost to it."""
     cfg = settings(image_size=64)
