@@ -186,9 +186,10 @@ def test_whatever_is_seen_first_of_a_workers_end_is_the_same_error(
 
     if seen_first is None:
         os.kill(worker.pid or 0, signal.SIGKILL)
-        worker.join()  # a handler would raise here, or in the next line
-        time.sleep(0.1)
+        time.sleep(0.3)  # a handler would raise here
     monkeypatch.setattr(multiprocessing.queues.Queue, "get", receive)
     with pytest.raises(RuntimeError, match=r"^DataLoader worker"):
         for _ in loaded:
             pass
+    worker.kill()  # the error that pytest keeps would let it live
+    worker.join()
