@@ -85,9 +85,9 @@ def read(path: Path) -> Any:
 @pytest.mark.slow
 def test_the_demo_compares_three_arms_of_ordinary_runs_in_a_picture(made: Made) -> None:
     assert [(arm.arm, len(arm.accuracies), arm.unit) for arm in made.result.arms] == [
-        ("aligned", 2, "align run and PEFT"),
-        ("direct", 2, "PEFT"),
-        ("restart", 2, "PEFT and PEFT anew"),
+        ("aligned", 2, "2 x align (2 seeds), 2 x finetune (2 seeds)"),
+        ("direct", 2, "2 x finetune (2 seeds)"),
+        ("restart", 2, "2 x finetune (2 seeds), 2 x finetune (2 seeds)"),
     ]
     with Image.open(made.out / "demo.png") as picture:
         assert picture.size[0] > 1000

@@ -249,7 +249,8 @@ def test_an_alignment_is_as_much_as_1_to_11_runs_of_peft_as_the_index_says() -> 
         ends += [min(values), max(values)]
     assert ends == [1.2, 7.4, 1.3, 11.1]
     index = (Path(cost.__file__).parent / "README.md").read_text()
-    assert re.search(r"as 1\.2\s.*to 7 .*runs of PEFT with validation.*1\.3 to 11\.", index)
+    told_there = r"as 1\.2\s.*to 7 .*runs of PEFT with validation.*1\.3 to 11, and by seconds"
+    assert re.search(told_there, index)
 
 
 # --- attention rollout ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from toy import (
 import cli
 import finetune
 from config import AlignConfig
-from support import files, runs
+from support import files, optim, runs
 from support.definitions import FORMAT
 from support.errors import RunError, UsageError
 from support.processes import HEARD, Stopped
@@ -153,6 +154,40 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
         assert [json.loads(line) for line in lines] == [{"step": 1}, {"step": 2, "anew": True}]
         run.finish({})
         assert run.result is not None and 1000 < run.result["cpu_seconds"] < 1100
+
+
+def interrupted(path: Path, error: type[BaseException], step: int) -> None:
+    """Log and keep this step, and raise the error when the next one has moved a tensor."""
+    with open_run(path, "align", config(), {}) as run:
+        x = torch.zeros(2)
+        run.restore({"x": x}, {})
+        x += 1
+        run.log({"step": step})
+        run.save_if_due()
+        x += 100
+        run.log({"step": 50})
+        raise error
+
+
+def test_an_error_saves_the_state_of_the_last_record_although_tensors_have_moved_since(
+    tmp_path: Path,
+) -> None:
+    """Also a notebook's interrupt."""
+    for step, error in enumerate((OSError, RuntimeError, KeyboardInterrupt), 1):
+        with pytest.raises(error):
+            interrupted(tmp_path, error, step)
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        assert saved["tensors"]["x"].tolist() == [step, step]
+        assert saved["records"] == [{"step": done} for done in range(1, step + 1)]
+
+
+def test_an_error_after_the_end_of_a_run_leaves_no_checkpoint(tmp_path: Path) -> None:
+    with suppress(OSError), open_run(tmp_path, "align", config(), {}) as run:
+        run.save_if_due()
+        run.finish({})
+        raise OSError
+    assert run.result is not None
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def test_a_run_that_goes_on_says_after_which_unit_or_that_it_starts_over(
@@ -384,6 +419,41 @@ def test_align_goes_on_to_the_same_bits(pretrained: Path, pretext: str, hypergra
     done(line)
     assert same("adapter.safetensors", "metrics.jsonl")
     assert not list(Path("cut").glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("command", ["align", "finetune", "pretrain"])
+def test_after_an_error_between_two_steps_a_run_goes_on_to_the_same_bits(
+    pretrained: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the images' disk goes away: in the third unit, of which one step is done."""
+    images(30)
+    line, place, weights = {
+        "align": (align_line(pretrained, f"{LONGER} --eval-every 5"), "", "adapter.safetensors"),
+        "finetune": (
+            finetune_line(pretrained, "--epochs 4 --batch 8"), "lr0.01-s0/", "adapter.safetensors"
+        ),
+        "pretrain": (f"{PRETRAIN} --epochs 4", "", "backbone.pth"),
+    }[command]  # fmt: skip
+    line += " --save-minutes 60"
+    done(f"{line} --out whole")
+    log = Path(f"cut/{place}metrics.jsonl")
+    records = 2 + (command == "align")  # the first one is the probe's
+    steps = itertools.count(1)
+    update = optim.Optimiser.update
+
+    def fail(*args: Any) -> Any:
+        if log.exists() and log.read_text().count("\n") == records and next(steps) == 2:
+            raise OSError("gone")
+        return update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.Optimiser, "update", fail)
+        patch.setattr(runs, "PAUSE", 0)  # these units are short
+        refusal(f"{line} --out cut", code=1)
+    saved = torch.load(f"cut/{place}checkpoint.pt", weights_only=True)
+    assert saved["records"][-1]["step"] == 2
+    done(f"{line} --out cut")
+    assert same(f"{place}{weights}", f"{place}metrics.jsonl")
 
 
 COUNTS = """
