@@ -3,8 +3,10 @@
 Skipped where there is no Chromium (Debian: apt-get install chromium).
 """
 
+import fcntl
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +23,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 if BROWSER is None:
     pytest.skip("no Chromium: apt-get install chromium", allow_module_level=True)
+
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+FLAGS += ["--force-prefers-reduced-motion", "--disable-quic", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 pytestmark = pytest.mark.slow  # a browser is started for each
 
@@ -53,9 +59,7 @@ def browse(tmp_path: Path, script: str, width: int = 1440) -> Any:
     frame = f'<iframe srcdoc="{html.escape(page)}" width="{width}" height="900"></iframe>'
     file = tmp_path / "frame.html"
     file.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body>{frame}</body>')
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    flags += ["--force-prefers-reduced-motion", "--window-size=1600,1000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}"]
+    flags = [*FLAGS, "--window-size=1600,1000", f"--user-data-dir={tmp_path / 'profile'}"]
     line = [BROWSER, *flags, "--dump-dom", f"file://{file}"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout)
@@ -128,6 +132,87 @@ def test_a_pointer_drags_it_and_not_out_of_the_picture(tmp_path: Path) -> None:
     np.testing.assert_allclose(down, box[0] + box[1] * [0.5, 0.3], atol=0.02)
     np.testing.assert_allclose(moved, box[0] + box[1] * [0.25, 0.5], atol=0.02)
     assert out[0] == 230
+
+
+class Browser:
+    """Chromium with the page as a phone shows it, driven through a pair of pipes."""
+
+    def __init__(self, folder: Path) -> None:
+        assert BROWSER
+        file = folder / "page.html"
+        file.write_text(PAGE)
+        ours, theirs = os.pipe(), os.pipe()
+        at = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (ours[0], theirs[1])]
+        flags = [*FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'touched'}"]
+        start = f'exec "$@" 3<&{at[0]} 4>&{at[1]}'  # the two numbers that Chromium knows
+        self.process = subprocess.Popen(
+            ["bash", "-c", start, "bash", BROWSER, *flags], pass_fds=at, stderr=subprocess.DEVNULL
+        )
+        for end in (*at, ours[0], theirs[1]):
+            os.close(end)
+        self.to, self.from_ = os.fdopen(ours[1], "wb", 0), os.fdopen(theirs[0], "rb")
+        self.session: dict[str, str] = {}
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        found = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = {"sessionId": found["sessionId"]}
+        phone = {"width": 400, "height": 860, "deviceScaleFactor": 1, "mobile": True}
+        self.call("Emulation.setDeviceMetricsOverride", **phone)
+        self.call("Emulation.setTouchEmulationEnabled", enabled=True)
+        self.call("Page.navigate", url=f"file://{file}")
+        self.ask("new Promise(done => document.readyState == 'complete' ? done() : onload = done)")
+
+    def call(self, method: str, **params: Any) -> Any:
+        """The answer to one command; events in between are passed over."""
+        line = {"id": 1, "method": method, "params": params} | self.session
+        self.to.write(json.dumps(line).encode() + b"\0")
+        while True:
+            said = b""
+            while not said.endswith(b"\0"):
+                byte = self.from_.read(1)
+                assert byte, "Chromium has ended"
+                said += byte
+            answer = json.loads(said[:-1])
+            if answer.get("id") == 1:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def ask(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        settings = {"returnByValue": True, "awaitPromise": True}
+        return self.call("Runtime.evaluate", expression=script, **settings)["result"].get("value")
+
+    def touch(self, kind: str, *points: list[float]) -> None:
+        """A finger that lands, moves or leaves; the page is drawn before the next one."""
+        at = [{"x": x, "y": y} for x, y in points]
+        self.call("Input.dispatchTouchEvent", type=kind, touchPoints=at)
+        self.ask("new Promise(done => requestAnimationFrame(() => done()))")
+
+    def close(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.wait()
+        self.to.close()
+        self.from_.close()
+
+
+def test_a_finger_drags_it_in_any_direction_and_the_page_stays(tmp_path: Path) -> None:
+    """On a phone: θ_D is under the finger after each move."""
+    browser = Browser(tmp_path)
+    where = """(() => { const r = document.getElementById("cD").getBoundingClientRect();
+      return [r.left + r.width / 2, r.top + r.height / 2, scrollY]; })()"""
+    try:
+        browser.ask("scrollTo(0, 60)")
+        for direction in ([-1, 0], [0, 1], [1, 0], [0, -1]):
+            *at, scrolled = browser.ask(where)
+            assert scrolled == 60
+            browser.touch("touchStart", at)
+            for _ in range(6):
+                at = [x + 9 * step for x, step in zip(at, direction, strict=True)]
+                browser.touch("touchMove", at)
+            browser.touch("touchEnd")
+            np.testing.assert_allclose(browser.ask(where), [*at, 60], atol=0.5)
+    finally:
+        browser.close()
 
 
 def test_arrow_keys_move_it(tmp_path: Path) -> None:
@@ -206,7 +291,7 @@ def test_on_a_wide_screen_it_stays_beside_eq_5(tmp_path: Path) -> None:
 def test_the_handout_is_one_printed_page(tmp_path: Path) -> None:
     assert BROWSER
     file = tmp_path / "handout.pdf"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'p'}"]
+    flags = [*FLAGS, f"--user-data-dir={tmp_path / 'p'}"]
     line = [BROWSER, *flags, f"--print-to-pdf={file}", f"file://{DOCS / 'handout.html'}"]
     subprocess.run(line, check=True, capture_output=True, timeout=120)
     assert len(re.findall(rb"/Type\s*/Page\b", file.read_bytes())) == 1
