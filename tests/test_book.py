@@ -216,7 +216,7 @@ def test_the_curves_of_what_q_becomes_are_those_of_eq_5_with_f_in_place_of_h() -
 
 
 @pytest.mark.slow
-def test_five_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of the last ten steps in notebook 1: M-FAC draws other gradients in each step."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
     ran = runpy.run_path(str(ROOT / "examples/1_hypergradient.py"))
@@ -237,7 +237,8 @@ def test_five_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatc
         terms = [float(gap.square().sum()) / 2 for gap in gaps]
         row = " | ".join(f"{loss:.2f}" for loss in (*terms, sum(terms)))
         assert f"| ${name}$ | {row} |" in TEXT
-    assert f"ends {sum(terms) - float(ran['best']):.2f} above the minimum" in TEXT
+    above = f"{sum(terms) - float(ran['best']):.2f}"
+    assert f"ends {above} above the minimum" in TEXT and f"q = 0 to {above}" in told
 
 
 # --- the mathematics --------------------------------------------------------------------------
