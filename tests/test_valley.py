@@ -118,6 +118,8 @@ def test_the_descents_end_at_the_losses_that_the_page_names(tmp_path: Path) -> N
         losses = [f"{loss:.3f}" for loss in (*terms, sum(terms))]
         assert row == [f"end with {name}", *losses]
         assert f"| ${name}$ | {' | '.join(losses)} |" in text
+        pretext = (KAPPA * np.square(J * wanted)).sum() / 2e4
+        assert re.search(rf"{pretext:.3f} with \$?{name}\b", text)
 
 
 def test_a_screen_reader_gets_the_value_and_waits_for_the_end_of_a_descent(tmp_path: Path) -> None:
