@@ -3,7 +3,7 @@
 It runs notebook 1 and one_page.py, some two minutes of one core. The plots are SVG, so that they
 take the page's colours, light or dark.
 
-    descent.svg   notebook 1's last picture: where a descent ends with each of five hypergradients
+    descent.svg   notebook 1's last picture: where descents with five hypergradients end, and with 0
     mfac.svg      what M-FAC makes of g, as it stores more and more gradients
     letters.svg   what the decoder fills in
     factors.svg   λ / (κ + λ), with what M-FAC sees in this run, and the matrix of Gauss and Newton
@@ -36,7 +36,9 @@ STYLE = """<style>
 #ID path { fill: none; stroke: #59636e; stroke-width: 2 }
 #ID .axis { stroke: #8c959f; stroke-width: 1 }
 #ID .blue { stroke: #0072b2 } #ID .ochre { stroke: #b07400 } #ID .red { stroke: #cf222e }
-#ID .green { stroke: #116329 } #ID .dots { stroke-dasharray: 2 4 } #ID .thin { stroke-width: 1 }
+#ID .green { stroke: #116329 } #ID .violet { stroke: #8250df }
+#ID text.violet { fill: #8250df; stroke: none }
+#ID .dots { stroke-dasharray: 2 4 } #ID .thin { stroke-width: 1 }
 #ID text.blue { fill: #0072b2; stroke: none } #ID text.ochre { fill: #8a5a00; stroke: none }
 #ID text.red { fill: #cf222e; stroke: none } #ID text.green { fill: #116329; stroke: none }
 #ID .band { stroke: none; opacity: .2 } #ID .band.blue { fill: #0072b2 }
@@ -47,6 +49,7 @@ STYLE = """<style>
 #ID .axis { stroke: #6e7681 } #ID .blue { stroke: #56b4e9 } #ID .ochre { stroke: #e69f00 }
 #ID .red { stroke: #ff7b72 } #ID .green { stroke: #7ee787 } #ID text.blue { fill: #56b4e9 }
 #ID text.ochre { fill: #e69f00 } #ID text.red { fill: #ff7b72 } #ID text.green { fill: #7ee787 }
+#ID .violet { stroke: #d2a8ff } #ID text.violet { fill: #d2a8ff }
 #ID .band { stroke: none } #ID .band.blue { fill: #56b4e9 }
 #ID .mean.ochre { fill: #e69f00; stroke: none }
 #ID .ink { fill: #f0f6fc; stroke: none } #ID .hidden { fill: #a9b4c0; stroke: none } }
@@ -124,27 +127,32 @@ def power(exponent: int) -> str:
 
 
 def descent() -> None:
-    """Five hypergradients on the regression of notebook 1."""
+    """Five hypergradients on the regression of notebook 1, and 0 in their place."""
     ran = runpy.run_path(str(EXAMPLES / "1_hypergradient.py"))
     gaps = {line.get_label(): np.array(line.get_ydata()) for line in ran["axes"].lines}
     for name, gap in gaps.items():
         print(f"{name}: ends {gap[-10:].mean():.2g} above the minimum (mean of the last ten steps)")
+    target, best = ran["target"], float(ran["best"])
+    points = [target * (1 - 0.7**step) for step in range(40)]  # notebook 1's steps, with q = 0
+    zero = [float(ran["bilevel_loss"](theta_D)) - best for theta_D in points]
     x = scale(0, 39, LEFT, WIDTH - RIGHT)
     y = scale(-4, 2, HEIGHT - BOTTOM, TOP)
     plot = Plot(
         "descent",
-        "Descent on Eq. 3 with five hypergradients",
+        "Descent on Eq. 3 with six hypergradients",
         "Loss of Eq. 3 above its minimum, by step. With the exact q and with 50 products of "
         "conjugate gradients it falls without end; with M-FAC to 0.15, with BiSSL's conjugate "
-        "gradients to 2.5, with q = g to 10.",
+        "gradients to 2.5, with q = g to 10, with q = 0 to 0.72.",
     )
     kinds = ("green", "dots", "blue", "ochre", "red")
     for gap, kind in zip(gaps.values(), kinds, strict=True):
         inside = [(x(step), y(np.log10(value))) for step, value in enumerate(gap) if value > 1e-4]
         plot.path(inside, kind)
+    plot.path([(x(step), y(np.log10(value))) for step, value in enumerate(zero)], "violet")
     end = WIDTH - RIGHT
+    plot.words(end, y(np.log10(0.72)) + 15, "q = 0", "violet", "end")
     plot.words(end, y(1) - 8, "q = g", "red", "end")
-    plot.words(end, y(np.log10(2.5)) + 16, "BiSSL’s CG, 5 products", "ochre", "end")
+    plot.words(end, y(np.log10(2.5)) - 6, "BiSSL’s CG, 5 products", "ochre", "end")
     plot.words(end, y(np.log10(0.13)) + 20, "M-FAC", "blue", "end")
     plot.words(x(18.5), y(-3.6), "exact q; CG, 50 products", "green")
     plot.axes(

@@ -216,10 +216,11 @@ def test_the_curves_of_what_q_becomes_are_those_of_eq_5_with_f_in_place_of_h() -
 
 
 @pytest.mark.slow
-def test_five_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_six_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Means of the last ten steps in notebook 1: M-FAC draws other gradients in each step."""
     monkeypatch.setenv("MPLBACKEND", "Agg")
-    lines = runpy.run_path(str(ROOT / "examples/1_hypergradient.py"))["axes"].lines
+    ran = runpy.run_path(str(ROOT / "examples/1_hypergradient.py"))
+    lines = ran["axes"].lines
     torch.set_default_dtype(torch.float32)  # the notebook takes float64
     ends = {line.get_label(): sum(line.get_ydata()[-10:]) / 10 for line in lines}
     assert ends["exact (Eq. 5)"] < 1e-8 and ends["CG, 50 steps, no damping"] < 1e-8
@@ -228,6 +229,16 @@ def test_five_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatc
     told = (DOCS / "descent.svg").read_text()
     for end in ("with M-FAC to 0.15", "gradients to 2.5", "with q = g to 10"):
         assert end in told
+    J, target, one = ran["J"], ran["target"], torch.eye(len(ran["J"])).double()
+    away = target - ran["at_zero"]  # θ_P* = at_zero + J θ_D
+    for name, factor in (("q", J), ("g", one), ("0", 0 * one)):
+        theta_D = torch.linalg.solve(factor @ J + one, target + factor @ away)
+        gaps = (J @ theta_D - away, theta_D - target)
+        terms = [float(gap.square().sum()) / 2 for gap in gaps]
+        row = " | ".join(f"{loss:.2f}" for loss in (*terms, sum(terms)))
+        assert f"| ${name}$ | {row} |" in TEXT
+    above = f"{sum(terms) - float(ran['best']):.2f}"
+    assert f"ends {above} above the minimum" in TEXT and f"q = 0 to {above}" in told
 
 
 # --- the mathematics --------------------------------------------------------------------------
