@@ -110,19 +110,21 @@ def explain(name: str) -> str:
     """Return a setting by its flag and the first sentence of its help, "start." in words.
 
     >>> explain("start.rank")
-    '--rank of the start (Rank of LoRA (r), on queries and values of every layer)'
-    >>> explain("pool_sha256")
-    'content of --pool'
+    '--rank of the run before (Rank of LoRA (r), on queries and values of every layer)'
+    >>> explain("start"), explain("pool_sha256")
+    ('the commands', 'content of --pool')
     """
     *starts, name = name.split(".")
-    of_start = " of the start" * len(starts)
+    if name == "start":  # of a difference, see `tell_apart`
+        return "the commands"
+    of_run = " of the run before" * len(starts)
     if name in CONTENTS:
-        return f"content of {flag_of(CONTENTS[name])}{of_start}"
+        return f"content of {flag_of(CONTENTS[name])}{of_run}"
     if name not in FIELDS:  # such as the versions
-        return f"{name}{of_start}"
+        return f"{name}{of_run}"
     text = " ".join((FIELDS[name].description or "").split())
     sentence = text.partition(". ")[0].partition(" [")[0].removesuffix(".")
-    return f"{flag_of(name)}{of_start} ({sentence})"
+    return f"{flag_of(name)}{of_run} ({sentence})"
 
 
 def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) -> list[str]:

@@ -5,7 +5,7 @@ This module does without torch, so that `bisslight evaluate` starts at once.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -158,24 +158,36 @@ def read_result(run: Path) -> FinetuneResult:
         return FinetuneResult(**read_table(file), out=str(run))
 
 
-def unit_of(trials: Sequence[TrialResult], commands: Sequence[str]) -> str:
-    """Return what is done anew for the seeds: how often each command, and with how many seeds.
+class Repeats(NamedTuple):
+    """How often a command was run for the seeds of an arm."""
 
-    That is what a p-value is about. `commands` are those of the trials and of the runs before
-    them, in the order in which they were run.
+    command: str
+    runs: int
+    seeds: int  # how many different ones these runs have
+
+    def __str__(self) -> str:
+        """Such as "2 x finetune (2 seeds)"."""
+        return f"{self.runs} x {self.command} ({count(self.seeds, 'seed')})"
+
+
+def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[Repeats]:
+    """Return how often each command was run, which is what a p-value is about.
+
+    `commands` are those of the trials and of the runs before them, in the order in which they were
+    run.
 
     >>> said = {"lr": 0.1, "val": None, "start_cpu_seconds": 0, "cpu_seconds": 0, "seconds": 0}
     >>> trials = [TrialResult(seed=k, start_sha256="a", start_seeds=[7], **said) for k in (0, 1)]
-    >>> unit_of(trials, ["align", "finetune"])
-    '1 x align (1 seed), 2 x finetune (2 seeds)'
+    >>> print(*count_runs(trials, ["align", "finetune"]), sep=", ")
+    1 x align (1 seed), 2 x finetune (2 seeds)
     """
     chains = [(trial.seed, *trial.start_seeds) for trial in trials]  # the last run first
-    parts = []
+    repeats = []
     for k, command in enumerate(reversed(commands)):
         runs = {chain[k:] for chain in chains}  # a run is its seed and those of the runs before it
         seeds = {chain[k] for chain in chains if len(chain) > k}
-        parts.append(f"{len(runs)} x {command} ({count(len(seeds), 'seed')})")
-    return ", ".join(reversed(parts))
+        repeats.append(Repeats(command, len(runs), len(seeds)))
+    return repeats[::-1]
 
 
 def seconds_before(trials: Sequence[TrialResult]) -> float | None:

@@ -195,7 +195,8 @@ def test_a_restart_says_which_runs_before_it_are_done_anew(
         again: Any = {"origin": said, "start": str(k), "start_seeds": earlier[k], "seed": seeds[k]}
         finished(tmp_path / "arm" / str(k), [70.0], **again)
     last = "2 x finetune (2 seeds)"
-    assert read_arm(tmp_path / "arm").unit == f"{unit}, {last}"
+    arm = read_arm(tmp_path / "arm")
+    assert (arm.unit, arm.one_align) == (f"{unit}, {last}", unit.startswith("1 x align"))
 
 
 def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs: Path) -> None:
@@ -248,22 +249,28 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
 
 def test_what_aligned_arms_differ_in_is_told_by_flag_and_help(tmp_path: Path) -> None:
     """The images aligned on, settings, versions; not where images lie."""
-    on: Any = {"d_lr": 1e-3, "data_sha256": "a", "pool_sha256": "p"}
+    on: Any = {"d_lr": 1e-3, "data_sha256": "d", "pool_sha256": "p"}
     one = finished(tmp_path / "one", [70.0], by="mfac", aligned=on)
 
-    def told(name: str, **aligned: Any) -> str:
+    def differs(name: str, **aligned: Any) -> tuple[Any, str]:
         arm = finished(tmp_path / name, [70.0], by="mfac", aligned=on | aligned)
-        return str(evaluate([one, arm])).splitlines()[-1]
+        found = evaluate([one, arm])
+        return found.arms[1].differs, str(found).splitlines()[-1]
 
-    rate = "--d-lr of the start (Rate of adapter and head (θ_D, φ_D), for any batch)"
-    assert told("rate", d_lr=0.1) == f"rate: {rate}: 0.1; of one: 0.001"
-    assert told("data", data_sha256="b") == "data: content of --dataset of the start: b; of one: a"
-    assert told("pool", pool_sha256="q") == "pool: content of --pool of the start: q; of one: p"
-    by = "--hypergrad of the start (Inverse of line 13: mfac, cg (BiSSL), identity, exact,"
-    assert told("cg", hypergrad="cg").startswith(f"cg: {by}") and told("cg2", hypergrad="cg")
-    assert told("moved", pool="folder:/scratch", data_seed=4).startswith("moved: 1 x align")
+    for name, values, flag in (
+        ("d_lr", (0.1, 0.001), "--d-lr"),
+        ("hypergrad", ("cg", "mfac"), "--hypergrad"),
+        ("data_sha256", ("q", "d"), "--dataset"),
+        ("pool_sha256", ("q", "p"), "--pool"),
+        ("versions", ("bisslight 2", "bisslight 1"), "versions"),
+    ):
+        own, first = map(str, values)
+        told, line = differs(name, **{name: values[0]})
+        assert told == {f"start.{name}": (own, first)}
+        assert flag in line and line.endswith(f": {own}; one: {first}")
+    assert differs("moved", pool="folder:/scratch", data_seed=4)[0] == {}
     new = finished(tmp_path / "new", [70.0], by="mfac", aligned=on, versions="bisslight 2")
-    assert str(evaluate([one, new])).endswith("new: versions: bisslight 2; of one: bisslight 1")
+    assert evaluate([one, new]).arms[1].differs == {"versions": ("bisslight 2", "bisslight 1")}
 
 
 def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwise(
@@ -274,8 +281,8 @@ def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwi
     for name, lam in (("own", 1e-3), ("other", 1.0)):
         runs.append(finished(tmp_path / name, [70.0], by="mfac", aligned={"lam": lam}))
     of_other = str(evaluate(runs)).splitlines()[-1]
-    assert of_other.startswith("other: --lam of the start (Stiffness of the spring between")
-    assert of_other.endswith(": 1.0; of own: 0.001")
+    assert of_other.startswith("other: --lam of the run before (Stiffness of the spring between")
+    assert of_other.endswith(": 1.0; own: 0.001")
 
 
 def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one(
@@ -379,7 +386,7 @@ def test_the_table_of_three_arms_fits_a_terminal(tmp_path: Path) -> None:
     table_and_seeds = [line for line in lines if "(" not in line]  # what arms differ in is longer
     assert max(map(len, table_and_seeds)) <= 80, lines
     assert lines[3].endswith("  64 + 86400") and lines[4].endswith("  +0.0        1.0  64")
-    assert "direct: 8 x finetune (8 seeds); 12,870 splits" in lines
+    assert "direct: 8 x finetune (8 seeds); p: of 12,870 ways" in lines
     assert any(line.startswith("±: the standard deviation over the seeds") for line in lines)
 
 

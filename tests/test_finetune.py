@@ -678,7 +678,7 @@ def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm
         tune(weights, folder / "a", lr=(1e-2,))
         tune(weights, folder / "b", lr=(1e-2,), seed=1, **unlike.get(name, {}))
     again: dict[str, Any] = {"seed": 5, "seeds": 2, "lr": (1e-2,)}
-    for name, told in (("epochs", "--epochs .*"), ("aligned", "--from .*")):
+    for name, told in (("epochs", "--epochs .*"), ("aligned", "the commands .*")):
         with pytest.raises(UsageError, match=rf"b/\S* differs in more than the seed .*: {told};"):
             tune(weights, tmp_path / "out", start=folders[name], **again)
     tune(weights, tmp_path / "again", start=folders["alike"], **again)
@@ -687,9 +687,9 @@ def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm
     arms = evaluate([tmp_path / "chain" / name for name in ("alike", "epochs", "aligned")]).arms
     assert arms[1].differs == {"start.epochs": ("3", "2")}
     assert arms[2].differs == {"start": ("align, finetune, finetune", "finetune, finetune")}
-    with pytest.raises(UsageError, match="no seeds of one arm: --epochs of the start"):
+    with pytest.raises(UsageError, match="no seeds of one arm: --epochs of the run before"):
         read_arm(tmp_path / "chain")
-    with pytest.raises(UsageError, match=r"seed from .*: (--epochs|--from) "):
+    with pytest.raises(UsageError, match=r"seed from .*: (--epochs|the commands) "):
         tune(weights, tmp_path / "out", start=tmp_path / "chain", seed=9, seeds=2, lr=(1e-2,))
 
 
