@@ -106,7 +106,6 @@ class TrialResult(BaseModel, frozen=True):
     start_sha256: str | None  # of the adapter that it starts from; None: a fresh θ
     start_seeds: list[int] = []  # of the runs before it, see `AdapterInfo.seeds`
     start_cpu_seconds: float | None  # of the runs before it, 0 without one; None: unknown
-    adapter_sha256: Said = None  # of the adapter of the best epoch; None: the trial diverged
     versions: Said = None  # of this program and of torch
     cpu_seconds: float = Field(ge=0)
     seconds: float = Field(ge=0)

@@ -21,7 +21,7 @@ from toy import (
     save_by_class,
 )
 
-from config import FinetuneConfig, Record
+from config import FinetuneConfig
 from data import Split, Task
 from extras.predict import find_files, predict
 from finetune import finetune
@@ -29,7 +29,6 @@ from support.adapters import find_adapters, load_adapter
 from support.benchmarks import omniglot_task
 from support.errors import UsageError
 from support.folders import folder
-from support.starts import read_starts
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -145,37 +144,6 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
     rank = settings["rank"]
     assert f"alpha is {rank}, its run has {4 * rank}:" in refusal("predict f unknown")
     assert "alpha is" in refusal("export f --out e")
-
-
-def test_an_adapter_in_the_place_of_another_trials_is_refused(photos: Task) -> None:
-    """It would predict with the settings of the trial there, and count as its seed."""
-    first, second = find_adapters(Path("f"))
-    said = done("predict f unknown --json")
-    own = first.read_bytes()
-    shutil.copy(second, first)
-    told = f"{first}: is not the adapter that this trial ended with; remove {first.parent}, and"
-    for line in ("predict f unknown", f"predict {first} unknown", "export f --out e"):
-        assert told in refusal(line)
-    start: Record = {"start": Path("f"), "seeds": 2, "seed": 9}
-    settings = PEFT_SETTINGS | {"backbone": "vit_mini", "dataset": "folder:photos"} | start
-    with pytest.raises(
-        UsageError, match=r"lr0\.01-s0/adapter.safetensors: is not the adapter that"
-    ):
-        read_starts(FinetuneConfig(**settings))
-    assert second.read_bytes() != own and done(f"predict {second} unknown --json") != said
-    first.write_bytes(own)
-    assert done("predict f unknown --json") == said
-
-
-def test_a_result_of_an_older_version_does_not_say_which_adapter_is_its_own(photos: Task) -> None:
-    first, _ = find_adapters(Path("f"))
-    said = done("predict f unknown --json")
-    for file in (Path("f/result.json"), first.parent / "result.json"):
-        result = json.loads(file.read_text())
-        for trial in (result, *result.get("trials", []), *result.get("tried", [])):
-            trial.pop("adapter_sha256", None)
-        file.write_text(json.dumps(result))
-    assert done("predict f unknown --json") == done(f"predict {first} unknown --json") == said
 
 
 def test_what_is_no_image_is_counted(photos: Task) -> None:
