@@ -167,17 +167,18 @@ def find_in_paper(run: Path) -> str | None:
     pretext = config["pretext"]
     cfg = FinetuneConfig(**keep_known(FinetuneConfig, config))
     unlike_paper = cfg.unlike_paper()
-    if origin.stage == "align" and origin.pretext == pretext:
-        aligned = keep_known(AlignConfig, origin.definition) | {"dataset": dataset}
+    before = origin.definition
+    if origin.stage == "align" and before["pretext"] == pretext:
+        aligned = keep_known(AlignConfig, before) | {"dataset": dataset}
         unlike_paper |= AlignConfig(**aligned).unlike_paper()
     follows_paper = (
         unlike_paper.keys() <= {"amp"}  # of precision the paper says nothing
         and origin.stage in (None, "align")  # the paper has no restart
         and (weights is None or weights.endswith(OFFICIAL_ENDINGS))
-        and origin.dataset in (None, dataset)
-        and origin.pretext in (None, pretext)
+        and before.get("data_sha256") in (None, config["data_sha256"])
+        and before.get("pretext") in (None, pretext)
     )
-    key = (pretext, cfg.backbone, METHODS.get(origin.definition.get("hypergrad"), ""))
+    key = (pretext, cfg.backbone, METHODS.get(before.get("hypergrad"), ""))
     if not follows_paper or dataset not in COLUMNS or key not in ACCURACIES:
         return None
     label, figures = ACCURACIES[key]

@@ -11,7 +11,7 @@ from config import FinetuneConfig
 from data import Images, batches, rng
 from head import Phi
 from lora import Backbone
-from support.adapters import check_same_weights, open_adapter
+from support.adapters import check_fits, open_adapter
 from support.errors import UsageError
 from support.experiment import Experiment, open_experiment
 
@@ -41,8 +41,9 @@ def open_networks(
     experiment = open_experiment(cfg.replace(amp=False))
     networks = []
     for name, run in runs.items():
-        _, cfg, (theta, phi_D, info) = open_adapter(run, None)
-        check_same_weights(experiment.networks, info)
+        _, cfg, adapter = open_adapter(run, None)
+        check_fits(str(run), adapter, experiment.networks, cfg)
+        theta, phi_D, info = adapter
         if info.definition["data_sha256"] != experiment.digests["data_sha256"]:
             raise UsageError(f"{run}: was made with other images than {first}")
         backbone = Backbone(experiment.backbone.vit, cfg.scale)

@@ -43,18 +43,11 @@ class AdapterInfo(BaseModel, frozen=True):
     # What the adapter that it started from says; AdapterInfo() if it started from a fresh θ.
     origin: "AdapterInfo | None" = None
     # What others ask of it by name, of the same run
-    backbone: Said = None  # such as "vit_b16"
     arch: Record = {}  # sizes of the backbone, see `config.Arch`
     weights_sha256: Said = None  # of the backbone's checkpoint
     # Digests of the labelled data of this run and of all runs before it, see
     # `support.looking.digest_of_task`; also of those whose θ is merged into the weights.
     trained_on: list[str] = []
-    pretext: Said = None  # such as "mae"
-    base: Said = None  # which of I-JEPA's two encoders, such as "target_encoder"
-    rank: int | None = None
-    alpha: float | None = None
-    dataset: Said = None  # such as "cub200"
-    data_seed: int | None = None
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
     in_memory: bool = False  # whether its images lay in memory

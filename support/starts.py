@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import FinetuneConfig, Record
-from support.adapters import find_adapters, load_adapter
+from support.adapters import check_fits, check_settings, find_adapters, load_adapter
 from support.definitions import OF_SEED, explain, find_repeated, tell_apart
 from support.errors import UsageError
 from support.experiment import C, Experiment
@@ -56,7 +56,7 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
     check_alike(starts)  # also those that this command does not take: more seeds would take them
     starts = starts[: cfg.seeds]
     check_seeds(starts, cfg)
-    check_settings(starts[0], cfg)
+    check_settings(f"--from {starts[0].file}", starts[0].info, cfg)
     return starts
 
 
@@ -117,42 +117,16 @@ def check_alike(starts: Sequence[Start]) -> None:
 # --- fits ---------------------------------------------------------------------------------------
 
 
-def check_settings(start: Start, cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) an adapter of another network or rank."""
-    ours: Record = {"backbone": cfg.backbone, "rank": cfg.rank, "alpha": cfg.scale * cfg.rank}
-    if cfg.pretext == "ijepa":
-        ours["base"] = cfg.base
-    for name, value in ours.items():
-        theirs = getattr(start.info, name)
-        if theirs not in (None, value):
-            raise UsageError(
-                f"--from {start.file}: has {name} {theirs}, this run {value};"
-                " give the settings of that run, or align again"
-            )
-
-
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
     """Refuse (UsageError) adapters that do not fit the network, or are of other data.
 
-    They do not fit if θ has another shape, or was trained on other weights. The weights are looked
-    at, too, see `check_weights`.
+    The weights are looked at, too, see `check_weights`.
     """
     check_weights(experiment)
-    backbone = experiment.backbone
-    needed = (backbone.depth, 4 * experiment.cfg.rank * backbone.dim)  # A and B of q and v
     for file in sorted({start.file for start in starts if start.file}):  # one, or one a seed
-        theta, _, info = load_adapter(file)
-        if theta.shape != needed:
-            raise UsageError(
-                f"--from {file}: has a θ of {tuple(theta.shape)}, this network needs {needed};"
-                " give the --backbone and --rank of its run"
-            )
-        if info.weights_sha256 != experiment.digests["weights_sha256"]:
-            raise UsageError(
-                f"--from {file}: was trained on other --weights than this run's; give those, or"
-                " align again"
-            )
-        check_same_data(f"--from {file}", info.trained_on, experiment)
+        adapter = load_adapter(file)
+        check_fits(f"--from {file}", adapter, experiment.networks, experiment.cfg)
+        check_same_data(f"--from {file}", adapter.info.trained_on, experiment)
 
 
 # --- trained on the same data -------------------------------------------------------------------

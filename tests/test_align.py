@@ -242,7 +242,8 @@ def test_the_examples_task_runs_under_its_own_name() -> None:
     config = json.loads(Path("a/config.json").read_text())
     assert config["pretext_sha256"] == sha256(EXAMPLE)
     done(f"finetune --from a {PEFT_STEPS} --quiet --out f")
-    assert json.loads(Path("f/result.json").read_text())["origin"]["pretext"] == "rotation"
+    origin = json.loads(Path("f/result.json").read_text())["origin"]
+    assert origin["definition"]["pretext"] == "Rotation"
     with Path("rotation.py").open("a") as file:  # another task: the run does not go on with it
         file.write("# changed\n")
     assert "--pretext" in refusal(line)

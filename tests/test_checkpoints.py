@@ -102,9 +102,9 @@ def test_a_place_that_cannot_be_written_is_named_with_two_remedies(tmp_path: Pat
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     theta, head = torch.randn(3, 512), init_head(32, 7, rng(3)) | init_norm(32)[0]
-    origin = AdapterInfo(stage="align", rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})
+    origin = AdapterInfo(stage="align", definition={"rank": 4}, arch={"dim": 32})
     data = save_adapter(theta, head, origin)
-    again = AdapterInfo(arch={"dim": 32}, pretext="mae", alpha=4.0, rank=4, stage="align")
+    again = AdapterInfo(arch={"dim": 32}, definition={"rank": 4}, stage="align")
     assert save_adapter(theta, dict(reversed(head.items())), again) == data
     (tmp_path / "a").write_bytes(data)
     found = load_adapter(tmp_path / "a")
@@ -191,7 +191,7 @@ def test_networks_stay_as_they_were_read_where_the_file_is_written_anew(
 
 
 def test_an_adapter_stays_as_it_was_read_where_the_file_is_written_anew(tmp_path: Path) -> None:
-    info = AdapterInfo(stage="align", rank=4, alpha=4.0, pretext="mae", arch={"dim": 32})
+    info = AdapterInfo(stage="align", definition={"rank": 4}, arch={"dim": 32})
     path = tmp_path / "a.safetensors"
     path.write_bytes(save_adapter(torch.ones(3, 512), init_head(32, 7, rng(3)), info))
     theta, phi_D, _ = load_adapter(path)

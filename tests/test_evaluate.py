@@ -91,8 +91,7 @@ def finished(
     if by:
         before_it: Any = {"backbone": config["backbone"], "dataset": "cub200", "hypergrad": by}
         definition = AlignConfig(**before_it, pretext=config["pretext"]).model_dump(mode="json")
-        said = {"stage": "align", "dataset": "cub200", "pretext": config["pretext"]}
-        said |= {"definition": about | definition | (aligned or {})}
+        said = {"stage": "align", "definition": about | definition | (aligned or {})}
     tests = []
     trials = []
     for k, accuracy in enumerate(test):
@@ -296,7 +295,7 @@ def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one
     }
     runs = [finished(tmp_path / "direct", [70.0])]
     for name, start in before.items():
-        tuned = {"stage": "finetune", "backbone": "vit_l16", "definition": {}, "origin": start}
+        tuned = {"stage": "finetune", "definition": {}, "origin": start}
         runs.append(finished(tmp_path / name, [70.0], by="mfac", start=name, origin=tuned))
     found = evaluate(runs).arms
     assert [arm.starts_as for arm in found] == [None, None, None, "r_t"]

@@ -36,13 +36,13 @@ from config import FinetuneConfig, Record
 from evaluate import evaluate, read_arm
 from finetune import best_epoch, choose_rate, finetune
 from support import folders
-from support.adapters import find_adapters, load_adapter, save_adapter
+from support.adapters import check_settings, find_adapters, load_adapter, save_adapter
 from support.errors import RunError, UsageError
 from support.files import sha256
 from support.processes import HEARD, Stopped
 from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
 from support.runs import Track, untracked
-from support.starts import Start, check_settings, seconds_until
+from support.starts import seconds_until
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
 
@@ -558,7 +558,7 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     with pytest.raises(UsageError, match=r"s11.*differs in more than the seed.*: --lam .*; give"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)  # s11 is of none of these
     shutil.rmtree(runs / "s11")
-    with pytest.raises(UsageError, match="has rank 4, this run 8"):
+    with pytest.raises(UsageError, match=r"--rank .* is 4, here 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match=r"s2: has no .*/s2/adapter.safetensors"):
@@ -593,10 +593,11 @@ def test_of_more_adapters_than_seeds_the_first_ones_are_taken_and_told(
 def test_an_adapter_of_ijepas_other_encoder_is_refused() -> None:
     """Both lie in one file, so the digest of the weights is the same."""
     base: Any = {"backbone": "vit_mini", "dataset": "quilts", "pretext": "ijepa", "rank": 4}
-    start = Start(Path("a"), info=AdapterInfo(base="target_encoder"))
-    check_settings(start, FinetuneConfig(**base))
-    with pytest.raises(UsageError, match="a: has base target_encoder, this run encoder"):
-        check_settings(start, FinetuneConfig(**base, base="encoder"))
+    cfg = FinetuneConfig(**base)
+    info = AdapterInfo(definition={"command": "align"} | cfg.model_dump(mode="json"))
+    check_settings("a", info, cfg)
+    with pytest.raises(UsageError, match=r"^a: .*base .* is target_encoder, here encoder"):
+        check_settings("a", info, cfg.replace(base="encoder"))
 
 
 def test_aligned_seeds_never_take_over_a_direct_arms_directory(
@@ -671,7 +672,7 @@ def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm
         tune(weights, folder / "a", lr=(1e-2,))
         tune(weights, folder / "b", lr=(1e-2,), seed=1, **unlike.get(name, {}))
     again: dict[str, Any] = {"seed": 5, "seeds": 2, "lr": (1e-2,)}
-    for name, told in (("epochs", "--epochs .*"), ("aligned", "the commands .*")):
+    for name, told in (("epochs", "--epochs .*"), ("aligned", "the commands")):
         with pytest.raises(UsageError, match=rf"b/\S* differs in more than the seed .*: {told};"):
             tune(weights, tmp_path / "out", start=folders[name], **again)
     tune(weights, tmp_path / "again", start=folders["alike"], **again)
@@ -682,7 +683,7 @@ def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm
     assert arms[2].differs == {"start": ("align, finetune, finetune", "finetune, finetune")}
     with pytest.raises(UsageError, match="no seeds of one arm: --epochs of the run before"):
         read_arm(tmp_path / "chain")
-    with pytest.raises(UsageError, match=r"seed from .*: (--epochs|the commands) "):
+    with pytest.raises(UsageError, match=r"seed from .*: (--epochs|the commands)"):
         tune(weights, tmp_path / "out", start=tmp_path / "chain", seed=9, seeds=2, lr=(1e-2,))
 
 
@@ -759,7 +760,7 @@ def test_align_runs_may_have_read_copies_of_the_same_images(
     runs = shutil.copytree(aligned, tmp_path / "runs")
     said = load_adapter(runs / "s10/adapter.safetensors").info.definition
     moved = {"pool": "folder:/scratch1/pool", "versions": "bisslight 0.1, torch 1"}
-    with_info(runs / "s10", dataset="folder:/scratch1/images", definition=said | moved)
+    with_info(runs / "s10", definition=said | moved)
     result = tune(weights, tmp_path / "out", start=runs, seeds=2, lr=(1e-2,))
     assert [trial.start_seeds for trial in result.trials] == [[2], [10]]
     with_info(runs / "s10", definition=said | {"pool_sha256": "another"})
@@ -922,7 +923,8 @@ def test_another_dataset_than_aligns_is_taken_and_recorded(folder: Path, tmp_pat
     line = f"finetune --from {folder}/align {PEFT_STEPS} --dataset folder:{tmp_path}/other"
     done(f"{line} --other-data --quiet --out {tmp_path}/f")
     origin = json.loads((tmp_path / "f/result.json").read_text())["origin"]
-    assert origin["dataset"].endswith("/images")
+    of_align = json.loads((folder / "align/config.json").read_text())
+    assert origin["definition"]["data_sha256"] == of_align["data_sha256"]
     unlike = {"alternations": 3, "lower_steps": 2}
     assert unlike.items() <= origin["definition"].items()
 

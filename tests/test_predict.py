@@ -141,9 +141,8 @@ def test_what_cannot_predict_is_told_in_a_line(photos: Task, pretrained: Path) -
     config = find_adapters(Path("f"))[0].parent / "config.json"
     settings = json.loads(config.read_text())
     config.write_text(json.dumps(settings | {"scale": 4.0}))
-    rank = settings["rank"]
-    assert f"alpha is {rank}, its run has {4 * rank}:" in refusal("predict f unknown")
-    assert "alpha is" in refusal("export f --out e")
+    for line in ("predict f unknown", "export f --out e"):
+        assert "scale" in refusal(line)
 
 
 def test_what_is_no_image_is_counted(photos: Task) -> None:

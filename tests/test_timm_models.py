@@ -305,7 +305,7 @@ def test_a_config_json_that_says_another_network_of_the_same_tensors_is_another_
     done("predict f image.png")
     to_folder(vit, **said)
     for command in ("predict f image.png", "export f --out e"):
-        assert "--weights: the adapter was made with others" in refusal(command)
+        assert "was trained on other --weights" in refusal(command)
     told = "f: is another run: content of --weights is another"
     for more in ("", "--dry-run"):
         assert told in refusal(f"{line} --seeds 2 --out f {more}")
