@@ -121,7 +121,7 @@ def check_pixels(images: Tensor, name: str) -> None:
             f"{name}: images are {images.dtype}; give float32 from 0 to 1: images.float(), and of"
             " values up to 255 images.float() / 255"
         )
-    if images.ndim != 4 or images.shape[1] != 3:
+    if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape:
         raise ValueError(
             f"{name}: images have the shape {tuple(images.shape)}; give (images, 3, height, width),"
             " of grey ones (images, 1, height, width) with images.expand(-1, 3, -1, -1), and where"
@@ -145,6 +145,10 @@ def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
         raise ValueError(f"{name}: labels are {kind}; give whole numbers, torch.int64")
     if labels.device.type != "cpu":
         raise ValueError(f"{name}: labels are on a GPU; labels.cpu()")
+    if labels.ndim not in (1, 2):
+        raise ValueError(
+            f"{name}: labels have the shape {tuple(labels.shape)}; give (images,), a class each"
+        )
     if len(labels) != len(split.images):
         raise ValueError(f"{name}: has {len(split.images)} images and {len(labels)} labels")
     if labels.ndim > 1:

@@ -195,8 +195,9 @@ def find_parts(root: Path) -> dict[str, Path]:
     """Return the folders of train, val and test by these names; without any, {"train": root}.
 
     A folder that has one of the names in PARTS is a part if it holds class folders, else it is a
-    class. Raises ValueError for two parts of one meaning, for parts without train, and where a link
-    leads nowhere, since it may be a part or a class.
+    class. Raises ValueError for two parts of one meaning, for parts without train, for a train that
+    is the only part beside other folders, and where a link leads nowhere: each may be meant in two
+    ways.
     """
     check_links([root])
     parts: dict[str, Path] = {}
@@ -215,8 +216,19 @@ def find_parts(root: Path) -> dict[str, Path]:
             f"{root} holds {names}, but no train: put the classes to train on into {root}/train/,"
             f" or rename {names} if these are classes"
         )
+    if set(parts) == {"train"} and (beside := list_beside(root, parts)):
+        raise ValueError(
+            f"{parts['train']} holds class folders, and {', '.join(beside)} beside it is no part:"
+            f" if these are classes, rename {parts['train'].name}, else put them elsewhere"
+        )
     check_links(parts.values())
     return parts
+
+
+def list_beside(root: Path, parts: Mapping[str, Path]) -> list[str]:
+    """Return the names of the folders beside the parts that have images."""
+    beside = [path for path in subfolders(root) if path not in parts.values()]
+    return [path.name for path in beside if find_images(path).images]
 
 
 def holds_class_folders(place: Path) -> bool:

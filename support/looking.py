@@ -1,4 +1,4 @@
-"""Program: what is in a data set, before a run: each labelled image is read once, to its end.
+"""Program: hashes and digests of data; each labelled image is read once, before a run.
 
 So damaged files are named before the long work, and each image gets the one hash that it is known
 by: the sha256 of its file's bytes or, in memory, of its pixels. From these hashes come the digest
@@ -163,7 +163,7 @@ def hash_images(task: Task, looks: Mapping[Path, Look]) -> Hashes:
     for name, split in task.splits().items():
         if isinstance(split.images, Tensor):
             hashes[name] = hash_pixels(split.images)
-        else:  # a damaged file is no copy of another one
+        else:  # a damaged file has no hash; its path is no copy of another one's
             hashes[name] = [looks[file].sha256 or str(file) for file in split.images]
     return hashes
 
@@ -178,8 +178,8 @@ def hash_pixels(images: Tensor) -> list[str]:
 def digest_of_task(task: Task, hashes: Hashes) -> str:
     """Return the sha256 of all that a task says: images in their order, labels, classes and so on.
 
-    Files are known by their names below the folder that holds all of them, too.
-    A run that goes on compares it with that of its beginning, and `evaluate` that of two runs.
+    The files' relative names count as well, so a renamed file makes another digest. A run that goes
+    on compares it with that of its beginning, and `evaluate` those of two runs.
     """
     sha = hashlib.sha256()
     mean_and_std = [[float(x) for x in values] for values in (task.mean, task.std)]
@@ -188,7 +188,7 @@ def digest_of_task(task: Task, hashes: Hashes) -> str:
     for name, split in task.splits().items():
         sha.update("".join(hashes[name]).encode())
         sha.update(split.targets.numpy().tobytes())
-    return f"3:{sha.hexdigest()}"  # 3: the number of this way of making one
+    return f"3:{sha.hexdigest()}"  # 3: the version of this recipe
 
 
 def find_shared(task: Task, hashes: Hashes) -> list[str]:

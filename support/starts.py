@@ -143,10 +143,7 @@ def trained_on(experiment: Experiment[C], before: AdapterInfo = NOTHING) -> list
 
 
 def check_weights(experiment: Experiment[C]) -> None:
-    """Refuse (UsageError) weights that have a θ merged in which was trained on other data.
-
-    `bisslight export` writes such weights.
-    """
+    """Refuse (UsageError) exported weights whose θ was trained on other data."""
     cfg = experiment.cfg
     given = f"--weights {cfg.weights}" if cfg.weights else f"--backbone {cfg.backbone}"
     check_same_data(given, experiment.networks.trained_on, experiment)

@@ -55,8 +55,10 @@ def define(experiment: Tuning, start: Start) -> Record:
 def begin(out: Path, experiment: Tuning, start: Start) -> None:
     """Make the directory and its config.json, if they are not there yet.
 
-    Raises UsageError where the directory is that of another run, or of something else.
+    Raises UsageError where the directory is that of another run, or of something else, and where
+    the processes of a group were given different runs.
     """
+    # Processes of one group have to agree on rates and seeds, too; the directory need not.
     check_one_run(out, define_run("finetune", experiment.cfg, experiment.digests))
     definition = define(experiment, start)
     check_directory(out, definition)

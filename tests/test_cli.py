@@ -582,7 +582,7 @@ WRONG = [  # command line, exit code, what the one line names
         2,
         "pretrain run; give one",
     ),
-    ("finetune --from aligned --rank 4", 2, "give the settings of that run, or align again"),
+    ("finetune --from aligned --rank 4", 2, "its --rank"),
     ("finetune --from with --seed 5", 2, "has 2 adapters, --seeds is 8; give --seeds 2"),
     (f"{TUNE} --split-file mine.html --dataset omniglot:Greek", 2, "--split-file; leave it out"),
     (f"{TUNE} --batch 1 head='batchnorm'", 2, "1 image, 2 are needed; give another --batch"),
@@ -611,7 +611,7 @@ WRONG = [  # command line, exit code, what the one line names
     (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "no MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
-    ("export with --weights other.pth", 2, "made with others; give those of its config.json"),
+    ("export with --weights other.pth", 2, "was trained on other --weights"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
     (
         f"{ALIGN} --preset papr",

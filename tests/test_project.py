@@ -61,6 +61,14 @@ def test_every_module_is_packaged() -> None:
     assert setuptools["packages"] == ["extras", "support"]
 
 
+def test_contributing_names_each_module_and_no_other() -> None:
+    """Its list of floors is the map by which a stranger finds a file."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    floors = text[text.index("**Imports run down.**") : text.index("**How it is written**")]
+    named = {name for words in re.findall(r"`([a-z_0-9 ]+)`", floors) for name in words.split()}
+    assert named == {name.rpartition(".")[2] for name in MODULES}
+
+
 def test_every_dependency_is_used() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     files = [*MODULES.values(), *ROOT.glob("experiments/*.py")]
