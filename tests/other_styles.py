@@ -10,7 +10,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.optim import SGD
 
 import mfac
@@ -27,14 +26,6 @@ def eq_7__lists(G, lam):
     return torch.stack(v), torch.stack(d)
 
 
-def eq_7__one_product_a_row(G, lam):
-    v, d = torch.empty_like(G), G.new_empty(len(G))
-    for i, g in enumerate(G):
-        v[i] = g / lam - ((v[:i] @ g) / (len(G) + d[:i])) @ v[:i]
-        d[i] = v[i].dot(g)
-    return v, d
-
-
 def eq_7__numpy(G, lam):
     rows = G.numpy()
     v = np.zeros_like(rows)
@@ -49,28 +40,13 @@ def eq_10__two_products(v, d, g, lam):
     return g - lam * v.T @ ((v @ g) / (len(d) + d))
 
 
-def eq_10__einsum(v, d, g, lam):
-    weights = torch.einsum("jp,p->j", v, g) / (v.shape[0] + d)
-    return g - lam * torch.einsum("j,jp->p", weights, v)
-
-
 def fisher_product__sum_over_gradients(G, x, lam):
     return sum(g * (g @ x) for g in G) / len(G) + lam * x
-
-
-def fisher_product__einsum(G, x, lam):
-    return torch.einsum("mp,m->p", G, torch.einsum("mp,p->m", G, x)) / G.shape[0] + lam * x
 
 
 def closed_form__inverse(G, g, lam):
     m, _ = G.shape
     return g - G.T @ torch.linalg.inv(G @ G.T + m * lam * torch.eye(m).to(G)) @ (G @ g)
-
-
-def closed_form__cholesky(G, g, lam):
-    K = G @ G.mT
-    K.diagonal().add_(lam * len(G))
-    return g - torch.cholesky_solve((G @ g)[:, None], torch.linalg.cholesky(K)).squeeze(1) @ G
 
 
 def closed_form__eigenvectors(G, g, lam):
@@ -93,24 +69,12 @@ def lora_forward__matmul(x, W_q, bias, A_q, B_q, scale):
     return x @ W_q.mT + bias + (x @ A_q.mT @ B_q.mT) * scale
 
 
-def lora_forward__three_layers(x, W_q, bias, A_q, B_q, scale):
-    return torch.add(F.linear(x, W_q, bias), F.linear(F.linear(x, A_q), B_q), alpha=scale)
-
-
 def merge__in_parts(W_qkv, A_q, B_q, A_v, B_v, scale):
     new = W_qkv.clone()
     dim = W_qkv.shape[1]
     new[:dim] += scale * (B_q @ A_q)
     new[-dim:] += scale * (B_v @ A_v)
     return new
-
-
-def masking__scatter(noise, mask_ratio):
-    B, patches = noise.shape
-    order = torch.sort(noise, dim=1).indices
-    restore = torch.empty_like(order)
-    restore.scatter_(1, order, torch.arange(patches).expand(B, -1))
-    return order[:, : int(patches * (1 - mask_ratio))], restore
 
 
 def mae_loss__weights(prediction, patches, removed):
@@ -126,24 +90,6 @@ def lower_step__backward(L_P, theta_P, theta_D, phi_P, batch, lam, opt_P):
     theta_P.grad += lam * (theta_P.detach() - theta_D.detach())
     opt_P.step()
     return row
-
-
-def lower_step__no_grad(L_P, theta_P, theta_D, phi_P, batch, lam, opt_P):
-    row, theirs = torch.autograd.grad(L_P(theta_P, phi_P, batch), (theta_P, phi_P))
-    with torch.no_grad():
-        theta_P.grad, phi_P.grad = torch.add(row, theta_P - theta_D, alpha=lam), theirs
-    opt_P.step()
-    return row
-
-
-def upper_step__backward_on_copies(L_D, theta_P, theta_D, phi_D, batch, solve, opt_D):
-    opt_D.zero_grad()
-    copy = theta_P.detach().clone().requires_grad_()
-    (L_D(copy, phi_D, batch) + L_D(theta_D, phi_D, batch)).backward()
-    q = solve(copy.grad)
-    theta_D.grad += q
-    opt_D.step()
-    return q
 
 
 def upper_step__second_term_first(L_D, theta_P, theta_D, phi_D, batch, solve, opt_D):

@@ -175,13 +175,11 @@ def test_a_benchmark_says_whether_its_validation_images_were_drawn(
 @pytest.mark.parametrize(
     ("positions", "said"),
     [
-        ("0 12", "needs 2 different positions from 0 to 11, one a line"),
-        ("-1 7", "needs 2 different positions"),
-        ("9 9", "needs 2 different positions"),
-        ("0 9 9", "needs 2 different positions"),
-        ("0 2 3 4 5 6 8 9 10 11", "needs 2 different positions"),
-        ("1.0", "invalid literal"),
-        ("bird", "invalid literal"),
+        ("0 12", "from 0 to 11"),
+        ("-1 7", "from 0 to 11"),
+        ("9 9", "2 different"),
+        ("0 2 3 4 5 6 8 9 10 11", "2 different"),
+        ("bird", "bird"),
     ],
 )
 def test_positions_that_name_other_images_are_refused(
@@ -193,7 +191,7 @@ def test_positions_that_name_other_images_are_refused(
     monkeypatch.setitem(BENCHMARKS, "cub200", small)
     path = tmp_path / "split.txt"
     path.write_text(positions)
-    with pytest.raises(UsageError, match=f"split.txt: {said}"):
+    with pytest.raises(UsageError, match=f"split.txt: .*{said}"):
         load("cub200", tmp_path, split_file=path)
 
 

@@ -154,18 +154,26 @@ class Sampled(Quadratic):
         self.solve()
 
 
-@pytest.mark.parametrize(
-    ("hypergrad", "distance"),
-    [(mfac, 0.026), (by_recursion, 0.026), (identity, 3.1), (lambda *_: torch.zeros_like, 0.23)],
-)
-def test_with_stored_gradients_it_ends_near_the_optimum_and_without_them_far_away(
-    hypergrad: Any, distance: float
+@pytest.mark.parametrize("method", ["mfac", "recursion", "identity", "q = 0"])
+def test_with_stored_gradients_it_ends_at_the_optimum_and_without_them_where_q_says(
+    method: str,
 ) -> None:
-    """The last case has q = 0: it leaves the implicit part of Eq. 5 out."""
+    """Each end is where ∇L^D(θ_P*) through q, plus ∇L^D(θ_D), is 0; with A = dθ_P*/dθ_D.
+
+    q = g ends where θ_P*(θ_D) − c + θ_D − c = 0, and q = 0, which leaves the implicit part of
+    Eq. 5 out, at c. 4 %: batches are few, and F is H at a alone; c is 8 % from the optimum.
+    """
     problem = Sampled()
+    eye = torch.eye(4).double()
+    A = problem.lam * torch.linalg.inv(problem.H + problem.lam * eye)
+    hypergrad, end = {
+        "mfac": (mfac, problem.theta_D),
+        "recursion": (by_recursion, problem.theta_D),
+        "identity": (identity, torch.linalg.solve(A + eye, 2 * problem.c - problem.at_zero)),
+        "q = 0": (lambda *_: torch.zeros_like, problem.c),
+    }[method]
     state = problem.run(hypergrad, alternations=8, lower_steps=16, upper_steps=20)
-    found = float((state.theta_D.detach().flatten() - problem.theta_D).norm())
-    assert found == pytest.approx(distance, rel=0.03)
+    close(state.theta_D.flatten(), end, 0.04)
 
 
 class WithTeacher(Quadratic):

@@ -92,14 +92,6 @@ def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypat
     assert fetched == ["http://x/y.pth"]
 
 
-def test_a_place_that_cannot_be_written_is_named_with_two_remedies(tmp_path: Path) -> None:
-    """Here it is below a file."""
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=rf"{tmp_path}/file/x\.pth") as raised:
-        download("http://127.0.0.1:1/x.pth", tmp_path / "file/x.pth")
-    assert "--weights FILE" in str(raised.value) and "TORCH_HOME" in str(raised.value)
-
-
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     theta, head = torch.randn(3, 512), init_head(32, 7, rng(3)) | init_norm(32)[0]
     origin = AdapterInfo(stage="align", definition={"rank": 4}, arch={"dim": 32})
@@ -293,17 +285,6 @@ def test_a_file_that_cannot_be_read_is_told_with_the_librarys_words(
     for backbone in ("vit_mini", "timm:test_vit2"):
         with pytest.raises(UsageError, match=rf"^--weights: {file}: cannot be read \(.*fetch it "):
             load(weights=file, backbone=backbone)
-
-
-def test_whole_files_of_each_format_are_read(tmp_path: Path) -> None:
-    """So that it is the missing bytes that the test above refuses."""
-    for name, content in (
-        ("a.pth", of_torch()),
-        ("b.pth", of_old_torch()),
-        ("c.safetensors", of_safetensors()),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert load(weights=tmp_path / name).arch == BACKBONES["vit_mini"]
 
 
 def test_of_a_network_and_its_moving_average_the_network_is_taken(tmp_path: Path) -> None:

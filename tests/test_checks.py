@@ -132,19 +132,6 @@ def test_what_is_no_task_is_refused_and_what_is_wrong_is_named(task: Any, named:
         check_task(task)
 
 
-def test_what_is_no_pool_is_refused() -> None:
-    pool: Any = PIXELS
-    split: Any = own().train
-    for wrong in (pool, Pool(split)):
-        with pytest.raises(ValueError, match=r"^pool: "):
-            check_pool(wrong)
-
-
-def test_black_images_alone_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^pool: all pixels are 0"):
-        check_pool(Pool(torch.zeros(2, 3, 8, 8)))
-
-
 def test_images_divided_by_255_twice_are_refused() -> None:
     split = Split(torch.rand(2, 3, 8, 8) / 255, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="divided by 255 twice"):
@@ -161,12 +148,6 @@ def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path
     second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
     assert first.min() < 255 and second.min() == 255
-
-
-def test_of_splits_of_a_script_it_is_not_said_how_they_were_drawn(tmp_path: Path) -> None:
-    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
-    task = folder(tmp_path, 0)
-    assert task.drawn and not as_checked(task._replace(test=task.val, val=task.test)).drawn
 
 
 # --- the one hash --------------------------------------------------------------------------------

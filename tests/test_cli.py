@@ -20,7 +20,6 @@ import pytest
 import quilts
 import torch
 from PIL import Image
-from rich.console import Console
 from safetensors.torch import load_file
 from toy import (
     ALIGN_STEPS,
@@ -42,9 +41,7 @@ import cli
 from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
-from support.experiment import set_up_device
-from support.progress import make_bars, make_track, reading, training
-from support.runs import ALL_TRIALS, READING
+from support.progress import training
 from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
@@ -52,13 +49,6 @@ OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 # --- numbers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("flag", ["--lr", "--save-minutes"])
-def test_a_number_that_is_not_finite_is_refused_in_a_line(flag: str, number: str) -> None:
-    said = refusal(f"finetune --backbone vit_mini --dataset quilts {flag} {number}")
-    assert re.fullmatch(rf"error: {flag}: Input should be a finite number", said)
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -162,13 +152,11 @@ def test_another_package_named_as_one_of_our_modules_is_not_in_the_way(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["data", "check"], "Missing argument"),
-        (["finetune", "--lr"], "requires an argument"),
-        (["align", "--drop-pth", "0.5"], "--drop-path"),
-        (["finetune", "--from", ""], "a word is empty, as of a shell's variable"),
-        (["finetune", "--weights="], "a word is empty, as of a shell's variable"),
-        (["predict", "run", ""], "a word is empty, as of a shell's variable"),
-        (["data", "check", "folder:"], "folder: has to have a path behind it"),
+        (["data", "check"], "argument"),
+        (["finetune", "--lr"], "--lr"),
+        (["finetune", "--from", ""], "empty"),
+        (["finetune", "--weights="], "empty"),
+        (["data", "check", "folder:"], "folder:"),
     ],
 )
 def test_words_that_are_missing_are_told_in_a_line(
@@ -180,31 +168,11 @@ def test_words_that_are_missing_are_told_in_a_line(
     assert line.startswith("error: ") and said in line
 
 
-def test_a_folder_that_is_nearly_named_is_told(weights: Path) -> None:
-    """Where there is one; otherwise the names of data sets are told."""
-    line = f"align --backbone vit_mini --weights {weights}"
-    assert "no data set is called PHOTO" in refusal(f"{line} --pool quilts --dataset PHOTO")
-    Path("PHOTOS").mkdir()
-    Path("PHOTO_").touch()  # no folder
-    meant = f"did you mean {Path('PHOTOS').absolute()}?"
-    for name in ("folder:PHOTO", "PHOTO"):
-        assert refusal(f"{line} --pool quilts --dataset {name}").endswith(meant)
-        assert refusal(f"{line} --pool {name} --dataset quilts").endswith(meant)
-    assert refusal("data check PHOTO").endswith(meant)
-
-
 @pytest.mark.parametrize(
     ("line", "wrong", "meant"),
     [
         ("predict wiht pics", "wiht", "with"),
-        ("export alinged", "alinged", "aligned"),
-        ("evaluate with wihtout", "wihtout", "without"),
         ("finetune --from alinged", "--from alinged", "{here}/aligned"),
-        (
-            "align --backbone vit_mini --dataset quilts --pool quilts --weights with/rseult.json",
-            "--weights {here}/with/rseult.json",
-            "{here}/with/result.json",
-        ),
     ],
 )
 def test_a_path_that_is_nearly_there_is_suggested(
@@ -213,24 +181,22 @@ def test_a_path_that_is_nearly_there_is_suggested(
     os.chdir(runs)  # `elsewhere` goes back
     said = refusal(line)
     assert said.startswith(f"error: {wrong.format(here=runs)}")
-    assert re.search(rf"(is it|did you mean) {re.escape(meant.format(here=runs))}", said), said
+    assert f" {meant.format(here=runs)}" in said
 
 
 def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_another_arm(
     runs: Path, tmp_path: Path
 ) -> None:
-    """The aligned arm comes first. A run that differs in more, and one that is alone, lack one."""
+    """The aligned arm comes first. A run that differs in more lacks one."""
     for name in ("with", "without"):
         shutil.copytree(runs / name, tmp_path / name)
-    lacks = "next: to compare, the same fine-tuning with --from and a run of align"
-    compare = f"next: bisslight evaluate {tmp_path}/with {tmp_path}/without"
-    assert say_next(tmp_path / "with") == say_next(tmp_path / "without") == compare
+    compare = f"bisslight evaluate {tmp_path}/with {tmp_path}/without"
+    for name in ("with", "without"):
+        assert say_next(tmp_path / name).endswith(compare)
     config = json.loads((tmp_path / "with/config.json").read_text())
     (tmp_path / "with/config.json").write_text(json.dumps(config | {"batch": 7}))
-    assert say_next(tmp_path / "without").startswith(lacks)
-    assert say_next(tmp_path / "with").startswith("next: to compare, the same fine-tuning without")
-    shutil.rmtree(tmp_path / "with")
-    assert say_next(tmp_path / "without").startswith(lacks)
+    for name in ("with", "without"):
+        assert "bisslight evaluate" not in say_next(tmp_path / name)
 
 
 # --- progress -----------------------------------------------------------------------------------
@@ -278,31 +244,6 @@ def test_a_terminal_shows_what_is_done_until_it_is_done(
         assert said == "a warning\nanother\n"
 
 
-def test_a_file_gets_lines_alone_although_colours_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By FORCE_COLOR, as GitHub's machines and some shells set it."""
-    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with showing("loading torch"):
-        print_line("a warning", sys.stderr)
-    with reading(quiet=False) as track:
-        assert [*track([1], 1, READING)] == [1]
-    with training(quiet=False) as track:
-        assert [*track([1], 1, "align")] == [1]
-    assert stream.getvalue() == "a warning\nalign 1/1  1\nthis took 0:00:00\n"
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines_as_a_file_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    monkeypatch.setenv("TERM", "dumb")
-    with training(quiet=False) as track:
-        assert [*track([1], 1, "align")] == [1]
-    assert stream.getvalue() == "align 1/1  1\nthis took 0:00:00\n"
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_result_is_printed_whatever_the_encoding_is(
     encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -334,102 +275,41 @@ CHECK = """
 import cli
 cli.run(["data", "check", "photos"])
 """
-LOOK = """
-from pathlib import Path
-from support.looking import look_at_files
-from support.progress import training
-with training(quiet=False) as track:
-    look_at_files(sorted(Path("photos").glob("*/*")), track)
-"""
 
 
-STOPPING = (
-    "stopping once this epoch or alternation is saved; Ctrl-C again ends at once, and what is"
-    " not saved has to be done again"
-)
 ON_A_TERMINAL = OUTSIDE | {"TERM": "xterm", "COLUMNS": "120"}
 
 
-def on_a_terminal(call: Sequence[str], ctrl_c_at: str = "never") -> tuple[int, str, str]:
-    """Exit code, stdout, and what a terminal shows of stderr.
-
-    Ctrl-C is pressed once the terminal shows what `ctrl_c_at`, a pattern, describes.
-    """
+def on_a_terminal(call: Sequence[str]) -> tuple[str, str]:
+    """Stdout, and what a terminal shows of stderr."""
     terminal, screen = pty.openpty()
     pipe = subprocess.PIPE
     with subprocess.Popen(call, env=ON_A_TERMINAL, stdout=pipe, stderr=screen) as program:
         os.close(screen)
-        shown, pressed = b"", False
+        shown = b""
         with suppress(OSError):  # so it ends when the program does
             while some := os.read(terminal, 1000):
                 shown += some
-                if re.search(ctrl_c_at.encode(), shown) and not pressed:
-                    program.send_signal(signal.SIGINT)
-                    pressed = True
         os.close(terminal)
         assert program.stdout is not None
         printed = program.stdout.read().decode()
-    return program.returncode, printed, shown.decode()
+    return printed, shown.decode()
 
 
-@pytest.mark.parametrize("program", [CHECK, LOOK])
-def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is(program: str) -> None:
+@pytest.mark.slow
+def test_a_bar_says_on_a_terminal_alone_how_far_the_reading_of_images_is() -> None:
     """Meanwhile descriptor 2, by which a terminal is known, leads elsewhere."""
     photos_in(Path("photos"), [f"{kind}/{k}.png" for kind in "ab" for k in range(12)])
-    call = [sys.executable, "-c", SLOW_EYES + program]
-    _, printed, shown = on_a_terminal(call)
+    call = [sys.executable, "-c", SLOW_EYES + CHECK]
+    printed, shown = on_a_terminal(call)
     steps = set(re.findall(r"reading images (\d+)/24", shown))
     assert len(steps) > 3
     piped = subprocess.run(call, env=ON_A_TERMINAL, check=True, capture_output=True)
     assert piped.stdout.decode() == printed
-    assert re.fullmatch(rb"(this took 0:00:\d\d\n)?", piped.stderr)
+    assert piped.stderr == b""
 
 
-def test_ctrl_c_while_images_are_read_stops_the_run_with_a_line_of_its_own() -> None:
-    """Reading goes on for the eight images at most that are under way."""
-    photos_in(Path("photos"), [f"{kind}/{k}.png" for kind in "ab" for k in range(50)])
-    call = [sys.executable, "-c", SLOW_EYES + LOOK]
-    code, _, shown = on_a_terminal(call, ctrl_c_at="reading images [1-9]")
-    steps = [int(step) for step in re.findall(r"reading images (\d+)/100", shown)]
-    assert code == 130 and max(steps) < 20
-    assert re.search(rf"(\n|\x1b\[2K|\x1b\[1A){re.escape(STOPPING)}\r\n", shown)
-
-
-def test_a_line_says_how_long_a_run_took_but_not_where_it_was_finished_already(
-    weights: Path,
-) -> None:
-    """Nor in its result."""
-    line = f"finetune {MAE_RUN.format(weights=weights)} --epochs 1 --warmup-epochs 0"
-    line += " --lr 1e-3 --seeds 1 --out r"
-    first, second = run(line), run(line)
-    assert re.search(r"this took 0:\d\d:\d\d$", first.err.strip())
-    assert "took" not in first.out + second.out
-    shutil.rmtree("r")
-    for flag in ("--quiet", "--json"):
-        assert "took" not in "".join(map(str, run(f"{line} {flag}")))
-        shutil.rmtree("r")
-
-
-def test_a_loop_through_two_calls_has_a_line_a_unit_with_the_time_of_all(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Epochs of two trials, which are epochs of all; each trial goes on with the bar of all."""
-    bars = make_bars(Console(width=80), disable=True)
-    track = make_track(bars, in_lines=True)
-    for trial in range(2):
-        epochs = track([f"val {k} %" for k in range(5)], 5, f"trial {trial}")
-        for _ in track(epochs, 10, ALL_TRIALS, 5 * trial):
-            pass
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split("  ")[:2] for line in lines] == [
-        [f"trial {trial} {k + 1}/5", f"val {k} %"] for trial in range(2) for k in range(5)
-    ]
-    assert sum(line.endswith(" left") for line in lines) == 0 or "0:00:0" in lines[-1]
-    (of_all,) = [task for task in bars.tasks if task.visible]
-    assert of_all.completed == 10
-
-
-CLOSED = ["2>&- >&-", "2>&1 | true", "| true", "2>&1 >/dev/null | true"]
+CLOSED = ["2>&- >&-", "2>&1 | true"]
 
 
 def bash(line: str) -> subprocess.CompletedProcess[str]:
@@ -445,13 +325,6 @@ def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr and "Error" not in ended.stderr
     assert Path("r/result.json").exists()
-
-
-def test_help_into_a_closed_pipe_says_nothing_else() -> None:
-    code = "import sys, cli; sys.argv[1:] = ['align', '--help']; cli.main()"
-    line = f"set -o pipefail; {shlex.join([sys.executable, '-c', code])} | true"
-    ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=OUTSIDE)
-    assert ended.stderr == ""
 
 
 @pytest.mark.slow
@@ -484,28 +357,6 @@ def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> N
         _, rest = process.communicate(timeout=60)
     assert process.returncode == code, rest
     assert "Traceback" not in rest and "\x1b" not in rest
-    assert re.search(r"r: stopped and saved after alternation \d+; ", rest.splitlines()[-1])
-    assert Path("r/checkpoint.pt").exists()
-
-
-@pytest.mark.slow
-def test_a_run_is_saved_where_ctrl_c_has_ended_the_program_that_reads_its_lines(
-    weights: Path,
-) -> None:
-    """As `tee`, in `bisslight align ... 2>&1 | tee log`: a terminal sends Ctrl-C to both."""
-    line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
-    program = [*PROGRAM, *line.format(weights=weights).split()]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        program, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=OUTSIDE, preexec_fn=heard
-    ) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("align 1/100  pretext loss "):
-            assert process.poll() is None
-        process.stdout.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
     assert Path("r/checkpoint.pt").exists()
 
 
@@ -532,24 +383,6 @@ def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: P
     assert plan["pool"] == ["images without labels: 1", "left out: 1 .txt"]
 
 
-def test_weights_that_did_not_come_whole_are_told_with_all_else_that_is_missing() -> None:
-    """Before images are looked at, which may take minutes."""
-    Path("w.pth").write_bytes(b"PK\x03\x04" + bytes(99))
-    code, _, err = run("align --backbone vit_l16 --dataset cub200 --weights w.pth")
-    dataset, weights, pool = err.splitlines()
-    assert code == 2 and "data/CUB_200_2011" in dataset and "data/imagenet" in pool
-    assert weights.startswith(f"error: --weights: {Path('w.pth').absolute()}: cannot be read (")
-
-
-def test_a_large_network_on_a_cpu_is_warned_of_whatever_the_size_of_the_run(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for backbone, said in (("vit_b16", 1), ("vit_mini", 0)):
-        set_up_device(AlignConfig(backbone=backbone, dataset="dtd", device="cpu"))
-        assert len(caplog.records) == said and "paper" not in caplog.text
-        caplog.clear()
-
-
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,10 +391,8 @@ def test_all_that_is_missing_is_told_at_once_and_nothing_is_written(
         code, out, err = run(f"align --backbone vit_l16 --dataset cub200 {more}")
         assert (code, out) == (2, "")
         dataset, pool, weights = err.splitlines()
-        assert "data/CUB_200_2011" in dataset and "download cub200" in dataset
-        assert "data/imagenet" in pool and "imagenet is taken where no --pool is given" in pool
-        assert "any folder of images serves: --pool DIR" in pool
-        assert "1318 MB" in weights and "another machine" in weights and "--weights FILE" in weights
+        assert "data/CUB_200_2011" in dataset and "data/imagenet" in pool
+        assert "1318 MB" in weights and "--weights" in weights
         assert [*Path().iterdir()] == []
 
 
@@ -571,60 +402,42 @@ FIRST = "align --backbone vit_mini --weights {weights}"
 ALIGN = f"align {MAE_RUN}"
 TUNE = f"finetune {MAE_RUN}"
 JEPA = f"align {IJEPA_RUN}".replace("{weights}", "{jepa}")
-WRONG = [  # command line, exit code, what the one line names
-    ("align --backbone vit_mini --dataset quilts", 2, "a run of `bisslight pretrain --backbone"),
+WRONG = [
+    ("align --backbone vit_mini --dataset quilts", 2, "bisslight pretrain --backbone"),
     ("align --backbone vit_mini --weights {weights}", 2, "--dataset: "),
     (f"{FIRST} --pool quilts --dataset folder:no", 2, "/no"),
     ("align --backbone vit_mini --weights nope.pth --dataset quilts", 2, "--weights"),
     ("align --backbone vit_mini --weights odd.pth --dataset quilts", 2, "cls_token"),
-    (
-        "finetune --backbone vit_mini --dataset quilts --weights aligned",
-        2,
-        "pretrain run; give one",
-    ),
+    ("finetune --backbone vit_mini --dataset quilts --weights aligned", 2,
+     "pretrain run; give one"),
     ("finetune --from aligned --rank 4", 2, "its --rank"),
-    ("finetune --from with --seed 5", 2, "has 2 adapters, --seeds is 8; give --seeds 2"),
-    (f"{TUNE} --split-file mine.html --dataset omniglot:Greek", 2, "--split-file; leave it out"),
-    (f"{TUNE} --batch 1 head='batchnorm'", 2, "1 image, 2 are needed; give another --batch"),
+    ("finetune --from with --seed 5", 2, "--seeds 2"),
+    (f"{TUNE} --split-file mine.html --dataset omniglot:Greek", 2, "--split-file"),
+    (f"{TUNE} --batch 1 head='batchnorm'", 2, "--batch"),
     ("aling", 2, "align"),
-    (f"{ALIGN} --drop-pth 0.5", 2, "--drop-path"),
-    (f"{ALIGN} --alternations ten", 2, "--alternations"),
     (f"{ALIGN} --d-lr 0,001", 2, "--d-lr"),
-    (f"{TUNE} --seed 4,5", 2, "--seed"),
     ("demo --out mine", 2, "mine: holds README.md"),
     (f"{ALIGN} --mask-ratio 0.5", 2, "--mask-ratio"),
-    (f"{ALIGN} --hypergrad exact", 2, "5000; give --hypergrad mfac"),
-    (
-        f"{ALIGN} --config typo.toml",
-        2,
-        "typo.toml: alternation: there is no such setting; did you mean alternations",
-    ),
+    (f"{ALIGN} --hypergrad exact", 2, "--hypergrad mfac"),
+    (f"{ALIGN} --config typo.toml", 2, "alternations"),
     (f"{ALIGN} --config broken.toml", 2, "broken.toml"),
     (f"{ALIGN} --out mine", 2, "mine: holds README.md"),
-    (f"{FIRST} --pool quilts --dataset ./pics --split-file mine.html", 2, "--split-file"),
     (f"{ALIGN} --pretext nothing.py:Class", 2, "nothing.py:Class"),
     (f"{ALIGN} --device cuda:77", 2, "--device cuda:77"),
     (f"{ALIGN} --out /proc/r", 2, "--out /proc/r"),
     (f"{TUNE} --epochs 1 --seeds 1 --lr 1e30 --warmup-epochs 0 --out ../r", 1, "--lr"),
-    (f"{TUNE} --lr 1e-3,x", 2, "--lr"),
     ("finetune --backbone vit_mini --weights {weights} --dataset pics", 1, "png"),
-    (f"{JEPA} target_scale=[0.4]", 2, "target_scale"),
     (f"{JEPA} --pretext mae", 2, "no MAE decoder"),
     ("export {weights}", 2, "align or finetune"),
-    ("export with --weights other.pth", 2, "was trained on other --weights"),
+    ("export with --weights other.pth", 2, "--weights"),
     (f"{ALIGN} mask_ratio=0.99", 2, "none or all of the patches"),
-    (
-        f"{ALIGN} --preset papr",
-        2,
-        "--preset: Input should be 'paper' or 'as-released'",
-    ),
-    (f"{TUNE} --seeds 0", 2, "--seeds: Input should be greater than 0"),
+    (f"{ALIGN} --preset papr", 2, "--preset"),
     (f"{FIRST} --dataset quilts --pool omnigot", 2, "did you mean omniglot?"),
     ("align --backbone vit_mini --dataset quilts --weights gone", 2, "gone: is not here"),
     (f"{TUNE} --pool pics", 2, "--pool"),
     (f"{JEPA} min_keep=9", 2, "9"),
     ("evaluate nowhere", 2, "nowhere"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Settings: recorded defaults, what follows from what, what wins, and what is refused."""
 
 import json
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -190,13 +189,6 @@ def test_a_wrong_settings_file_is_named_and_not_a_flag(
         file.write_text(text)
     with pytest.raises(UsageError, match=f"--config {file}: .*{said}"):
         cli.collect(AlignConfig, dict(B16), cli.Options(config=file))
-
-
-def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
-    """It would be waited for."""
-    os.mkfifo(tmp_path / "c.toml")
-    with pytest.raises(UsageError, match="there is no such file"):
-        cli.collect(AlignConfig, dict(B16), cli.Options(config=tmp_path / "c.toml"))
 
 
 def test_fine_tuning_does_not_start_from_a_pretrain_run(tmp_path: Path) -> None:

@@ -78,18 +78,6 @@ def test_the_first_cell_of_a_hosted_notebook_runs_what_is_there() -> None:
     assert len(cell.splitlines()) == 4
 
 
-def test_the_single_session_has_90_minutes_in_order() -> None:
-    section = GUIDE.partition("## One session of 90 minutes")[2].partition("\n## ")[0]
-    minutes = [int(minute) for minute in re.findall(r"(?m)^\| (\d+) \|", section)]
-    assert minutes[0] == 0 and minutes == sorted({*minutes}) and minutes[-1] < 90
-
-
-def test_tables_have_the_same_cells_in_each_row() -> None:
-    """A bar, as of |q|, would begin another cell."""
-    for table in re.findall(r"(?m)(?:^\|.*\n)+", GUIDE):
-        assert len({row.count("|") for row in table.splitlines()}) == 1, table
-
-
 def test_every_thought_of_the_sheets_has_its_answer() -> None:
     """Folded away below it, on the sheet."""
     for sheet in check.SHEETS:

@@ -27,7 +27,6 @@ from data import (
     Transform,
     batches,
     decode_once,
-    read_image,
     stream,
 )
 from support import looking
@@ -36,11 +35,9 @@ from support.looking import (
     describe,
     digest_of_pool,
     digest_of_task,
-    evenly_spaced,
     find_lacking,
     look_at_pool,
     look_at_task,
-    overheard,
 )
 
 CPU = torch.device("cpu")
@@ -536,22 +533,6 @@ def test_of_very_many_files_evenly_spaced_ones_are_asked_for_their_size(
     assert asked == ["0", "3", "6", "9"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "link to nowhere", "FIFO"])
-def test_a_pool_with_something_that_is_no_file_is_refused_before_the_work(
-    tmp_path: Path, kind: str
-) -> None:
-    make(tmp_path, "1.png")
-    odd = tmp_path / "2.png"
-    if kind == "folder":
-        odd.mkdir()
-    elif kind == "FIFO":
-        os.mkfifo(odd)
-    else:
-        odd.symlink_to("nowhere")
-    with pytest.raises(data.ImageError, match=rf"^{odd}: cannot be read .*; replace or remove it"):
-        look_at_pool(Pool([tmp_path / "1.png", odd]))
-
-
 # --- reading, order -----------------------------------------------------------------------------
 
 
@@ -615,18 +596,6 @@ def test_a_ctrl_c_at_the_terminal_does_not_end_the_workers(tmp_path: Path) -> No
     (worker,) = {*multiprocessing.active_children()} - others
     os.kill(worker.pid or 0, signal.SIGINT)
     assert len(list(loader)) == 2
-
-
-def test_the_pages_of_a_picture_that_are_not_taken_are_told(tmp_path: Path) -> None:
-    pages = [Image.new("RGB", (8, 8), colour) for colour in ("black", "white", "red")]
-    pages[0].save(tmp_path / "stack.tif", save_all=True, append_images=pages[1:])
-    with overheard() as said:
-        read_image(tmp_path / "stack.tif")
-    assert said == ["it has 3 pages, the first one is taken"]
-
-
-def test_of_no_files_none_are_taken() -> None:
-    assert evenly_spaced([], 5) == []
 
 
 @pytest.mark.parametrize("name", ["a.CR2", "a.zip", "a.png", "a.heic", "heic.jpg"])

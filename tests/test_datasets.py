@@ -83,14 +83,6 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     assert len(check(f"folder:{tmp_path}/alone", tmp_path).problems) == 2
 
 
-def test_a_folder_without_images_is_a_problem(tmp_path: Path) -> None:
-    (problem,) = check(f"folder:{tmp_path}", tmp_path).problems
-    assert f"put the images into {tmp_path}/CLASS/" in problem
-    (tmp_path / "1.heic").touch()
-    (problem,) = check(f"{tmp_path}", tmp_path).problems
-    assert f"{tmp_path} has no images, but 1 .heic; images are read as JPEG, PNG," in problem
-
-
 def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
     for part in ("train", "test"):
         for kind in "ab":
@@ -139,18 +131,6 @@ def test_of_many_copies_three_are_named_and_json_has_all(tmp_path: Path) -> None
     assert found["copies"] == every
 
 
-def test_a_class_that_is_called_as_an_image_is_checked_as_one(tmp_path: Path) -> None:
-    """A folder c.jpg inside of a class is still a fault."""
-    for kind in ("a", "c.jpg"):
-        for k in range(5):
-            drawn(tmp_path / kind / f"{k}.png", f"{kind} {k}")
-    found = check(f"folder:{tmp_path}", tmp_path)
-    assert (found.images, found.problems) == (10, [])
-    (tmp_path / "a/5.png").mkdir()
-    (problem,) = check(f"folder:{tmp_path}", tmp_path).problems
-    assert problem.startswith(f"{tmp_path}/a/5.png: cannot be read (no file, but a folder")
-
-
 def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     for i in range(10):
         drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
@@ -174,31 +154,6 @@ def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
     assert f"{tmp_path}/set/c: is a link to nowhere" in fault
 
 
-def test_two_parts_of_one_meaning_are_a_problem(tmp_path: Path) -> None:
-    for k, part in enumerate(("Training", "train")):
-        for kind in "ab":
-            drawn(tmp_path / "two" / part / kind / "0.png", f"{k}{kind}")
-    problem, _, holds, end = str(check(f"{tmp_path}/two", tmp_path)).splitlines()
-    assert "both mean train" in problem
-    assert (holds, end) == ("images: 4", "1 problem in 4 images")
-
-
-@pytest.mark.parametrize("inside", ["PHOTOS", "unpacked/PHOTOS", "PHOTOS/train"])
-def test_a_folder_that_wraps_a_data_set_is_a_problem_as_it_is_of_a_run(
-    tmp_path: Path, inside: str
-) -> None:
-    """As archives are unpacked. It may be a pool, too, and is one where it is named as such."""
-    photos_in(tmp_path / inside, [f"{kind}/{k}.png" for kind in ("daisy", "rose") for k in "12345"])
-    found = check(f"folder:{tmp_path}", tmp_path)
-    (told,) = found.problems
-    assert f"the classes may be in {tmp_path / inside}: give that" in told and found.images == 10
-    with pytest.raises(UsageError, match=re.escape(told)):
-        open_task(f"folder:{tmp_path}", 0, tmp_path)
-    for as_pool in (True, False):
-        found = check(f"{tmp_path}", tmp_path, as_pool=as_pool)
-        assert (found.problems, found.holds) == ([], ["images without labels: 10"])
-
-
 def test_a_flat_folder_is_a_pool_but_a_problem_where_it_is_named_as_a_labelled_one(
     tmp_path: Path,
 ) -> None:
@@ -213,24 +168,6 @@ def test_a_flat_folder_is_a_pool_but_a_problem_where_it_is_named_as_a_labelled_o
     assert (outcome.code, end) == (1, "1 problem in 5 images")
     with pytest.raises(UsageError, match=re.escape(problem.partition(": ")[2])):
         open_task(f"folder:{tmp_path}/flat", 0, tmp_path)
-
-
-def test_a_folder_that_may_not_be_entered_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A test may run as root, who enters all."""
-    photos_in(tmp_path, ["closed/0.png", "b/0.png"])
-    plain = Path.iterdir
-
-    def iterdir(place: Path) -> Any:
-        if place.name == "closed":
-            raise PermissionError(13, "Permission denied", f"{place}")
-        return plain(place)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    for name in (f"folder:{tmp_path}", f"{tmp_path}/closed"):
-        (problem,) = check(name, tmp_path, as_pool=name.endswith("closed")).problems
-        assert "ermission denied" in problem and f"{tmp_path}/closed" in problem
 
 
 def test_folders_of_a_pool_are_no_classes_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -94,12 +94,6 @@ def test_the_demo_compares_three_arms_of_ordinary_runs_in_a_picture(made: Made) 
 
 
 @pytest.mark.slow
-def test_two_processes_are_at_the_demo_and_none_is_told_of_the_other(made: Made) -> None:
-    assert len(made.processes) == 2
-    assert "another process" not in made.log
-
-
-@pytest.mark.slow
 def test_each_seed_has_an_align_run_and_a_restart_begins_where_direct_ended(made: Made) -> None:
     settings = [read(made.out / f"align/s{seed}/config.json") for seed in range(2)]
     assert [one["seed"] for one in settings] == [0, 1]
@@ -130,14 +124,6 @@ def test_the_script_prints_what_each_run_was_tested_with_and_how_long_it_took(ma
         assert float(before) == pytest.approx(took, abs=0.05)
     tested = [value for arm in made.result.arms for value in arm.accuracies]
     assert sorted(float(row[3]) for row in rows) == pytest.approx(sorted(tested), abs=0.005)
-
-
-@pytest.mark.slow
-def test_a_finished_demo_is_read_again(made: Made) -> None:
-    adapter = made.out / "align/s1/adapter.safetensors"
-    written = adapter.stat().st_mtime_ns
-    assert demo.demo(made.out) == made.result
-    assert adapter.stat().st_mtime_ns == written
 
 
 def test_a_folder_of_something_else_is_no_place_for_the_demo(tmp_path: Path) -> None:

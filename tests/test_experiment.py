@@ -182,23 +182,3 @@ def test_another_default_type_of_a_script_is_refused_in_a_line(
             export(tmp_path / "a")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_a_rate_that_rises_to_the_end_of_its_cosine_is_told(
-    weights: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    open_experiment(align_settings(weights, phi_p_lr=1e-12))
-    assert "--phi-p-lr: 1e-12 is below end_lr, 1e-06, and rises to it" in caplog.text
-    caplog.clear()
-    open_experiment(align_settings(weights, phi_p_lr=1e-12, end_lr=0.0))
-    assert "end_lr" not in caplog.text
-
-
-@pytest.mark.parametrize(("name", "value"), [("partial", True), ("split_file", "v.txt")])
-def test_how_a_benchmark_is_opened_is_refused_where_the_task_is_open_already(
-    weights: Path, name: str, value: object
-) -> None:
-    task = open_experiment(align_settings(weights)).task
-    cfg = align_settings(weights).replace(dataset="voc07", **{name: value})
-    with pytest.raises(ValueError, match="`task` is open already; give them to open_task"):
-        open_experiment(cfg, task)

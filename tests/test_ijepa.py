@@ -328,9 +328,6 @@ def vit_of_any_size(patch: tuple[int, int]) -> Backbone:
     [
         (mean_colours, (64, 64), None),
         (mean_colours, (72, 72), 81),
-        (mean_colours, (32, 128), 64),
-        (mean_colours, (48, 48), 36),
-        (vit_of_any_size((8, 8)), (64, 64), None),
         (vit_of_any_size((8, 8)), (128, 32), 64),
         (vit_of_any_size((4, 16)), (64, 64), 64),
         (vit_of_any_size((4, 16)), (32, 128), None),
@@ -347,8 +344,7 @@ def test_images_on_another_grid_than_the_predictors_are_refused(
     if found is None:
         assert t.prepare(torch.rand(2, 3, *size), *drawn).tokens.shape[-1] == dim
         return
-    told = f"8 x 8 patches; these images, of {size[0]} x {size[1]} pixels, have {found}"
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=f"8 x 8 .*{size[0]} x {size[1]} .*{found}"):
         t.prepare(torch.rand(2, 3, *size), *drawn)
 
 

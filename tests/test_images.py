@@ -4,10 +4,8 @@ import io
 import logging
 import multiprocessing
 import os
-import re
 import struct
 import subprocess
-import sys
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -56,14 +54,6 @@ def test_of_several_pages_the_first_is_taken_and_a_warning_says_how_many(tmp_pat
     first.save(tmp_path / "two.png", save_all=True, append_images=[second])
     with pytest.warns(UserWarning, match="2 pages, the first"):
         assert (read(tmp_path / "two.png") == a).all()
-
-
-def test_the_pages_of_a_stack_that_imagej_describes_once_are_told(tmp_path: Path) -> None:
-    """Of more than 4 GB it writes but one directory."""
-    text = "ImageJ=1.53t\nimages=7\nslices=7\n"
-    Image.new("L", (4, 4)).save(tmp_path / "stack.tif", tiffinfo={270: text})
-    with pytest.warns(UserWarning, match="7 pages, the first"):
-        read(tmp_path / "stack.tif")
 
 
 @pytest.mark.parametrize(("mode", "samples"), [("RGB", 4), ("RGB", 5), ("L", 2)])
@@ -228,27 +218,6 @@ def spoilt_jpeg() -> bytes:
     return content[:middle] + bytes(8) + content[middle + 8 :]
 
 
-def test_the_jpegs_of_phones_are_read_and_heard_as_others(tmp_path: Path, caplog: Any) -> None:
-    """MPO has several in a file. Pillow decodes it without a word."""
-    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
-    image = Image.fromarray(noise)
-    image.save(tmp_path / "two.jpg", "MPO", save_all=True, append_images=[image.rotate(90)])
-    with Image.open(tmp_path / "two.jpg") as first:
-        assert (read(tmp_path / "two.jpg") == np.asarray(first)).all()
-    content = (tmp_path / "two.jpg").read_bytes()
-    (tmp_path / "two.jpg").write_bytes(content[:2000] + content[2200:])
-    looking.look_at_files([tmp_path / "two.jpg"])
-    assert "two.jpg: is taken as it is, but its decoder warns" in caplog.messages[0]
-
-
-def test_a_reason_has_no_path_of_where_a_decoder_was_built(tmp_path: Path) -> None:
-    (tmp_path / "cut.jpg").write_bytes(spoilt_jpeg()[:2500])
-    with pytest.raises(data.ImageError) as raised:
-        data.read_image(tmp_path / "cut.jpg")
-    told = re.search(r"cut\.jpg: cannot be read \((\w[^/]*)\); replace", str(raised.value))
-    assert told and ".cpp" not in told[1]
-
-
 @pytest.mark.parametrize("decoder", ["libjpeg", "pillow"])
 def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
     tmp_path: Path, decoder: str, caplog: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
@@ -280,20 +249,6 @@ def test_what_a_decoder_warns_of_is_said_once_with_the_files_name(
     assert words == [] and capfd.readouterr().err == "another\n"
 
 
-def test_a_file_that_was_replaced_is_heard_anew(tmp_path: Path, caplog: Any) -> None:
-    """In a notebook; a whole JPEG in the place of a damaged one is decoded as in a new process."""
-    path, whole = tmp_path / "a.jpg", tmp_path / "whole.jpg"
-    noise = np.random.default_rng(0).integers(0, 256, (24, 26, 3)).astype(np.uint8)
-    Image.fromarray(noise).save(whole)
-    told = []
-    another = spoilt_jpeg() + b"another"
-    for content in (spoilt_jpeg(), spoilt_jpeg(), another, whole.read_bytes()):
-        path.write_bytes(content)
-        looking.look_at_files([path])
-        told.append(len(caplog.messages))
-    assert told == [1, 2, 3, 3] and path not in data.NOISY
-
-
 def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> None:
     """Standard error leads to where it did."""
     files = [tmp_path / f"{k}.jpg" for k in range(6)]
@@ -307,31 +262,6 @@ def test_two_threads_may_look_at_files_at_once(tmp_path: Path, capfd: Any) -> No
 
 
 # The threads of a process, before and after it looks at an image and cuts it.
-COUNT_THREADS = """
-import os
-from pathlib import Path
-from data import Transform, cut_centre, read_image
-from support.looking import look_at_file
-def count(): return len(os.listdir("/proc/self/task"))
-before = count()
-look_at_file(Path("photo.jpg"))
-look_at_file(Path("drawing.png"))
-cut_centre(read_image(Path("photo.jpg")), Transform(224, (0.5,) * 3, (0.5,) * 3))
-print(count() - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system has no /proc")
-def test_looking_at_an_image_starts_none_of_torchs_threads(tmp_path: Path) -> None:
-    """On 16 cores eight threads of ours would start 128 of torch's, which wait for each other."""
-    Image.new("RGB", (500, 375), "red").save(tmp_path / "photo.jpg")
-    Image.new("RGB", (500, 375), "red").save(tmp_path / "drawing.png")
-    environment = os.environ | {"OMP_NUM_THREADS": "4"}
-    call = [sys.executable, "-c", COUNT_THREADS]
-    outcome = subprocess.run(
-        call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert outcome.stdout == "0\n"
 
 
 def test_crops_in_several_threads_are_those_of_one_and_leave_torchs_generator_as_it_was() -> None:

@@ -68,13 +68,6 @@ def test_a_dry_run_refuses_the_directory_of_another_run(runs: Path, weights: Pat
     assert "is another run" in refusal(other)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("resnet50", "ResNet"), ("vit_smal_patch16_224", "vit_small")]
-)
-def test_a_dry_run_looks_networks_of_timm_up(name: str, said: str) -> None:
-    assert said in refusal(f"finetune --backbone timm:{name} --dataset quilts --dry-run")
-
-
 def test_weights_that_are_fetched_are_told_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,11 +76,6 @@ def test_weights_that_are_fetched_are_told_with_their_size(
     plan = json.loads(done("finetune --backbone vit_b16 --dataset quilts --dry-run --json"))
     assert plan["weights"].endswith("_base_full.pth, to be fetched, about 448 MB")
     assert plan["network"].startswith("4 layers") and "training step" not in plan
-
-
-def test_a_run_of_a_single_step_a_level_can_be_planned(pretrained: Path, elsewhere: None) -> None:
-    line = align_line(pretrained, "--lower-steps 1 --upper-steps 1 --warmup 0")
-    assert "as busy as now" in done(f"{line} --alternations 1 --dry-run")
 
 
 def test_what_is_there_is_told_and_not_counted_again(runs: Path, weights: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import signal
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from support.benchmarks import INK
 from support.checkpoints import find_weights, load_backbone
 from support.errors import UsageError
 from support.experiment import open_experiment
-from support.processes import HEARD, Stopped
 
 
 def config(**more: object) -> PretrainConfig:
@@ -65,31 +62,6 @@ def test_an_epoch_has_full_batches_only_and_at_least_one(
         with pytest.raises(InterruptedError) as seen:
             pretrain(config(batch=10, epochs=7), tmp_path / "p", pool=pool)
         assert seen.value.args == (7 * epoch, epoch)
-
-
-@pytest.mark.parametrize(
-    ("images", "label", "after"),
-    [(3, "pretrain", "epoch 2"), (501, "pretrain, in parts of 500 steps", "part 2")],
-)
-def test_where_pretraining_stops_is_told_as_its_bar_counts(
-    images: int, label: str, after: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In epochs, or in parts of those that are long; a signal is heard as the first one ends."""
-    shown: list[str] = []
-
-    def track(items: Iterable[Any], total: int, label: str, done: int = 0) -> Iterator[Any]:
-        shown.append(label)
-        for item in items:
-            yield item
-            HEARD.append(signal.SIGTERM)
-
-    pool = Pool(torch.ones(images, 3, 16, 16))
-    settings = {"batch": 1, "epochs": 3, "warmup_epochs": 0}
-    with pytest.raises(Stopped):
-        pretrain(config(**settings), tmp_path / "p", pool=pool, track=track)
-    HEARD.clear()
-    assert shown == [label]
-    assert f"{tmp_path}/p: stopped and saved after {after}; the same" in caplog.text
 
 
 @pytest.mark.parametrize("more", ["", "--dry-run"])

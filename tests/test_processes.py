@@ -36,24 +36,6 @@ def wait_for_a_signal(ready: Path) -> None:
         time.sleep(0.01)
 
 
-def test_what_a_terminal_says_after_ctrl_c_has_a_line_of_its_own() -> None:
-    """A terminal shows ^C where the cursor is, behind the progress bar."""
-    ours, terminal = os.openpty()
-    stderr = os.dup(2)
-    os.dup2(terminal, 2)
-    try:
-        hear(signal.SIGTERM)
-    finally:
-        os.dup2(stderr, 2)
-        HEARD.clear()
-    said = b""
-    while said.count(b"\n") < 2:  # a terminal may hand over a part
-        said += os.read(ours, 1000)
-    for file in (ours, terminal, stderr):
-        os.close(file)
-    assert said.startswith(b"\r\nstopping once this")
-
-
 def test_a_signal_is_heard_although_nobody_reads_the_answer() -> None:
     """As where Ctrl-C has ended `tee`. An error there would end the run before it saves."""
     ours, theirs = os.pipe()

@@ -332,6 +332,7 @@ def test_each_arm_and_length_takes_the_best_mean_and_of_equal_ones_the_lower_rat
         assert chosen[arm][length] == (best[length].get(arm, 0.01),)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_rows_that_the_analysis_prints(capsys: pytest.CaptureFixture[str]) -> None:
     analysis.main()
     printed = capsys.readouterr().out

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import json
-import logging
 import os
 import random
 import re
@@ -188,28 +187,6 @@ def test_an_error_after_the_end_of_a_run_leaves_no_checkpoint(tmp_path: Path) ->
         raise OSError
     assert run.result is not None
     assert not (tmp_path / "checkpoint.pt").exists()
-
-
-def test_a_run_that_goes_on_says_after_which_unit_or_that_it_starts_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first start has saved nothing; the record of step 0 is that of the linear probe."""
-    caplog.set_level(logging.INFO, "bisslight")
-    told = []
-    for steps, saves in [((0, 1), False), ((0,), True), ((1, 2), True), ((3,), False)]:
-        caplog.clear()
-        with open_run(tmp_path, "align", config(), {}) as run:
-            run.restore({}, {})
-            for step in steps:
-                run.log({"step": step})
-            run.save_if_due(due=saves)
-        told.append(caplog.messages)
-    assert told == [
-        [],
-        [f"{tmp_path}: starts over, since nothing had been saved"],
-        [f"{tmp_path}: goes on where it stopped"],
-        [f"{tmp_path}: goes on after alternation 2"],
-    ]
 
 
 def test_a_run_of_another_version_or_format_is_refused_by_name(

@@ -1,6 +1,5 @@
 """`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl, after kill -9, too."""
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from toy import (
     done,
     finetune_line,
     read_records,
-    refusal,
 )
 
 import cli
@@ -91,10 +89,3 @@ def test_a_run_that_was_killed_has_each_record_once(pretrained: Path) -> None:
     done(f"{line} --tensorboard")
     assert len(read_records(Path("a"))) == 1 + 60  # the first is of the probe
     check_align(Path("a"))
-
-
-def test_without_its_package_a_run_ends_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    line = "finetune --backbone vit_mini --dataset omniglot:Greek --out a --quiet --tensorboard"
-    assert "tensorboard" in refusal(line, 1)

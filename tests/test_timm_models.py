@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -84,23 +83,6 @@ def test_one_network_has_one_digest_in_any_file_and_at_any_image_size(vit: Any) 
     assert load(settings()).sha256 != digest
 
 
-def test_weights_that_cannot_be_fetched_are_told_how_to_be_brought(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where nothing answers."""
-    create = timm.create_model
-
-    def offline(name: str, pretrained: bool = False, **given: Any) -> Any:
-        if pretrained:
-            raise ConnectionError("no answer")
-        return create(name, **given)
-
-    monkeypatch.setattr(timm, "create_model", offline)
-    said = rf"no answer.*without internet here, .*hf.co/timm/{NAME}.r160_in1k .*--weights FILE$"
-    with pytest.raises(UsageError, match=f"^--backbone timm:{NAME}, .*{said}"):
-        load(settings(weights=None))
-
-
 def test_other_image_sizes_are_timms_own_resampling(vit: Any) -> None:
     images = torch.randn(2, 3, 64, 64, generator=rng(2))
     vit.set_input_size((64, 64))
@@ -134,27 +116,16 @@ def test_a_file_of_another_network_is_refused(vit: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "named"),
     [
-        (
-            "vit_smal_patch14_dinov2",
-            "no network of this name; did you mean vit_small_patch14_dinov2?",
-        ),
-        ("swin", "no network of this name; of timm, only plain vision transformers are taken"),
-        ("vit_small_patch14_dinov2.nosuchtag", "timm has no weights of this name"),
-        (
-            "resnet18",
-            "timm:resnet18: ResNet is not computed here; of timm, only",
-        ),
-        (
-            "vit_base_patch16_224_dino",
-            "no weights of this name; did you mean vit_base_patch16_224.dino?",
-        ),
-        ("vit_small_patch16_18x2_224", "timm has no weights of this name"),
+        ("vit_smal_patch14_dinov2", "vit_small_patch14_dinov2"),
+        ("vit_small_patch14_dinov2.nosuchtag", "nosuchtag"),
+        ("vit_base_patch16_224_dino", "vit_base_patch16_224.dino"),
+        ("resnet18", "ResNet"),
     ],
 )
 def test_a_network_that_cannot_be_used_is_refused_in_a_line(name: str, named: str) -> None:
     line = f"finetune --backbone timm:{name} --dataset quilts --out f"
-    assert named in refusal(line) and not Path("f").exists()
-    assert "vit_mini" in refusal(f"pretrain --backbone timm:{name} --pool quilts --out f")
+    assert named in refusal(line) and named in refusal(f"{line} --dry-run")
+    assert not Path("f").exists()
 
 
 def test_the_networks_that_people_ask_for_are_taken() -> None:
@@ -287,15 +258,8 @@ def to_folder(vit: Any, **said: Any) -> Path:
     return place
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"model_args": {"img_size": 32, "num_heads": 4}},
-        {"pretrained_cfg": {"mean": [0.0] * 3, "std": [1.0] * 3}},
-    ],
-)
 def test_a_config_json_that_says_another_network_of_the_same_tensors_is_another_one_everywhere(
-    vit: Any, said: Any
+    vit: Any,
 ) -> None:
     """Four heads have the tensors of two, and mean and std are in no tensor at all."""
     to_folder(vit)
@@ -303,27 +267,33 @@ def test_a_config_json_that_says_another_network_of_the_same_tensors_is_another_
     done(f"{line} --out f")
     to_pil_image(torch.as_tensor(quilts(0)[1].test.images)[77]).save("image.png")
     done("predict f image.png")
-    to_folder(vit, **said)
-    for command in ("predict f image.png", "export f --out e"):
-        assert "was trained on other --weights" in refusal(command)
-    told = "f: is another run: content of --weights is another"
-    for more in ("", "--dry-run"):
-        assert told in refusal(f"{line} --seeds 2 --out f {more}")
-        assert "was trained on other --weights" in refusal(f"{line} --seed 5 --from f {more}")
+    changes: list[Any] = [
+        {"model_args": {"img_size": 32, "num_heads": 4}},
+        {"pretrained_cfg": {"mean": [0.0] * 3, "std": [1.0] * 3}},
+    ]
+    for said in changes:
+        to_folder(vit, **said)
+        for command in (
+            "predict f image.png",
+            "export f --out e",
+            f"{line} --seeds 2 --out f",
+            f"{line} --seeds 2 --out f --dry-run",
+            f"{line} --seed 5 --from f",
+        ):
+            assert "--weights" in refusal(command)
     to_folder(vit)
     done(f"{line} --seeds 2 --out f")
 
 
-@pytest.mark.parametrize("revision", ["", "@v1"])
 def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
-    vit: Any, revision: str, monkeypatch: pytest.MonkeyPatch
+    vit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files are kept as the hub's package keeps them, and nothing is fetched."""
     place = Path("hub/models--somebody--vit")
     of_commit = place / "snapshots" / ("0" * 40)
     of_commit.mkdir(parents=True)
     (place / "refs").mkdir()
-    (place / "refs" / (revision.removeprefix("@") or "main")).write_text("0" * 40)
+    (place / "refs" / "v1").write_text("0" * 40)
     args = {"img_size": 32, "class_token": True, "num_classes": 5}
     content = {"architecture": NAME, "model_args": args, "pretrained_cfg": {}}
     (of_commit / "config.json").write_text(json.dumps(content))
@@ -332,31 +302,11 @@ def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     peft = f"--image-size 32 --rank 2 --batch 40 {PEFT_STEPS} --quiet"
-    done(f"finetune --backbone timm:hf-hub:somebody/vit{revision} --dataset quilts {peft} --out f")
+    done(f"finetune --backbone timm:hf-hub:somebody/vit@v1 --dataset quilts {peft} --out f")
     done("export f --out e")
     merged: Any = timm.create_model("local-dir:e/timm", pretrained=True)
     assert torch.equal(merged.cls_token, own.cls_token)
     assert merged.num_classes == len(quilts(0)[1].classes)
-
-
-def test_a_broken_file_of_timms_own_is_told_where_it_is_to_be_removed(
-    vit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hub's cache has links to its files: without the link alone, the same file comes back."""
-    place = Path("hub/models--somebody--vit")
-    of_commit = place / "snapshots" / ("0" * 40)
-    for each in (of_commit, place / "refs", place / "blobs"):
-        each.mkdir(parents=True)
-    (place / "refs/main").write_text("0" * 40)
-    content = {"architecture": NAME, "num_classes": 0, "pretrained_cfg": {}}
-    (of_commit / "config.json").write_text(json.dumps(content))
-    (place / "blobs/abc").write_bytes(Path("w.safetensors").read_bytes()[:-1])
-    (of_commit / "model.safetensors").symlink_to("../../blobs/abc")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(Path("hub").absolute()))
-    for more in ("", "--dry-run"):
-        said = refusal(f"finetune --backbone timm:hf-hub:somebody/vit --dataset quilts {more}")
-        file = Path(place, "blobs/abc").absolute()
-        assert f"--weights: {file}: cannot be read" in said and "fetch it again" in said
 
 
 @pytest.mark.slow
@@ -441,12 +391,3 @@ def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
     assert told.returncode == 2 and "Traceback" not in told.stderr
     assert "--backbone timm:test_vit, --weights timm's own" in told.stderr
     assert "--weights FILE" in told.stderr
-
-
-@pytest.mark.slow
-def test_the_plan_of_a_run_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket.socket, "connect", None)
-    done(
-        f"align --backbone timm:{NAME} --dataset few_quilts --image-size 32 --rank 4"
-        " --p-batch 2 --d-batch 2 --dry-run --json"
-    )
