@@ -201,6 +201,7 @@ def test_parts_are_what_torchvision_reads_of_each(
         (("train/cat/train", "train/dog"), "{root}/train/cat"),
         (("daisy/a", "rose/b", "Testing/daisy"), "Testing"),
         (("test/a", "test/b", "val/a"), "test, val"),
+        (("train/a", "train/b", "bus"), "bus"),
         (("train/a", "train/b", "test/a", "test/z"), "z"),
     ],
 )

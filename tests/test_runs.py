@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def config(**changes: Any) -> AlignConfig:
-    return AlignConfig(backbone="vit_mini", dataset="quilts", **changes)
+    return AlignConfig(**{"backbone": "vit_mini", "dataset": "quilts"} | changes)
 
 
 def begin(
@@ -76,6 +76,18 @@ def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> No
         with pytest.raises(UsageError, match=told):
             begin(tmp_path / name, "finetune")
     assert contents(tmp_path) == before
+
+
+def test_a_run_among_the_images_it_reads_is_refused(tmp_path: Path) -> None:
+    """As it goes on, its own folder would be one class more."""
+    images = tmp_path / "images"
+    (images / "cat").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(images)
+    for out in (images, images / "run", tmp_path / "link" / "run"):
+        with pytest.raises(UsageError, match="among the images of --dataset"):
+            begin(out, dataset=f"folder:{images}")
+    assert contents(tmp_path) == {}
+    begin(tmp_path / "images-run", dataset=f"folder:{images}")
 
 
 def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_are_of(
