@@ -76,12 +76,11 @@ def plan_align(cfg: AlignConfig, out: Path) -> Record:
     prepare(experiment)  # only to see whether the settings fit
     if is_here(experiment):
         check_directory(out, define("align", cfg, experiment.digests))
-    pretraining, labels = count(cfg.lower_steps, "step"), count(cfg.upper_steps, "step")
+    lower, upper = count(cfg.lower_steps, "lower step"), count(cfg.upper_steps, "upper step")
     found = describe_experiment(experiment)
     found["length"] = (
         f"{count(cfg.probe_epochs, 'epoch')} of the head alone,"
-        f" {count(cfg.alternations, 'alternation')} of {pretraining} of pretraining and {labels}"
-        " with labels"
+        f" {count(cfg.alternations, 'alternation')} of {lower} and {upper}"
     )
     records = count_records(out)  # the first one is that of the head alone
     done = max(0, records - 1)
@@ -99,8 +98,8 @@ def reckon_align(
 ) -> float:
     """Return how many seconds so many alternations and epochs of the head alone take."""
     cfg = experiment.cfg
-    upper = seconds["step with labels"]  # a step of the head alone takes no longer
-    total = alternations * (cfg.lower_steps * seconds["pretraining step"] + cfg.upper_steps * upper)
+    upper = seconds["upper step"]  # a step of the head alone takes no longer
+    total = alternations * (cfg.lower_steps * seconds["lower step"] + cfg.upper_steps * upper)
     total += 2 * math.ceil(alternations / cfg.eval_every) * seconds["validation"]
     return total + probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper
 
@@ -269,10 +268,10 @@ def is_quick(arch: Arch, device: torch.device) -> bool:
 
 
 def time_align(experiment: Alignment) -> Seconds:
-    """Return the seconds of a pretraining step, of one with labels and of a validation."""
+    """Return the seconds of a lower step, of an upper step and of a validation."""
 
     def time_alternation(upper_steps: int) -> float:
-        """Return the seconds of an alternation of one pretraining step and so many others."""
+        """Return the seconds of an alternation of one lower step and so many upper ones."""
         lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps, "warmup": 0}
         short = replace(experiment, cfg=experiment.cfg.model_copy(update=lengths))
         return time_second(alternations_left(short, prepare(short)))
@@ -280,7 +279,7 @@ def time_align(experiment: Alignment) -> Seconds:
     lower, both = time_alternation(0), time_alternation(1)
     upper = max(0.0, both - lower)
     return {
-        "pretraining step": lower, "step with labels": upper,
+        "lower step": lower, "upper step": upper,
         "validation": time_validation(experiment),
     }  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_the_network_is_built_without_its_numbers() -> None:
 
 def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Path) -> None:
     plan = json.loads(done(align_line(pretrained, "--dry-run --json")))
-    assert {"pretraining step", "step with labels", "validation", "about"} <= plan.keys()
+    assert {"lower step", "upper step", "validation", "about"} <= plan.keys()
     plan = json.loads(done(finetune_line(pretrained, "--dry-run --json")))
     assert {"training step", "validation", "about"} <= plan.keys()
     said = done(finetune_line(pretrained, "--dry-run"))
@@ -103,6 +103,7 @@ def test_pretraining_is_timed_and_its_directory_looked_at() -> None:
     plan = json.loads(done(f"{PRETRAIN} --batch 4 --epochs 6 --dry-run --json --out p"))
     assert plan["length"] == "6 epochs of 1 step"
     assert "training step" in plan and "as busy as now" in plan["about"]
+    assert "pool" not in plan["unlike the paper"]  # it has no default to be unlike of
     assert not Path("p").exists()
     done(f"{PRETRAIN} --batch 4 --out p")
     assert "p, 1 of 1 done" in done(f"{PRETRAIN} --batch 4 --out p --dry-run")
