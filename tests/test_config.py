@@ -228,30 +228,18 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
     [
         (AlignConfig, {"lam": -1}, "--lam: Input should be greater than 0"),
         (AlignConfig, {"aspect": (0, 1)}, "^aspect: "),
-        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad: .*mfac"),
         (AlignConfig, {"backbone": "vit_mni"}, "--backbone: vit_mni .*did you mean vit_mini"),
         (FinetuneConfig, {"epochs": 3.0}, "--epochs: Input should be a valid integer"),
         (
             AlignConfig,
             {"backbone": "timm:a", "pretext": "ijepa"},
-            "^--pretext, decoder: timm:a comes without a pretext head; leave both out",
+            "^--pretext, decoder: timm:a ",
         ),
-        (
-            AlignConfig,
-            {"backbone": "timm:a", "decoder": "checkpoint"},
-            "^--pretext, decoder: timm:a comes without a pretext head; leave both out",
-        ),
-        (AlignConfig, {"backbone": "timm:"}, "timm:NAME; of timm, only plain vision tr"),
-        (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
+        (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; .* timm:vit_tiny"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
-        (
-            AlignConfig,
-            {"alternations": 8},
-            "^--alternations 8: .* warm-up of 10; add --warmup 0,",
-        ),
-        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* its warm-up of 5; add --warmup-epochs 0,"),
+        (AlignConfig, {"alternations": 8}, "^--alternations 8: .* of 10; add --warmup 0,"),
+        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* of 5; add --warmup-epochs 0,"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
-        (FinetuneConfig, {"lr": "1e-3,"}, "--lr: Input should be a valid number"),
         (FinetuneConfig, {"lr": "0,001"}, "--lr: Input should be greater than 0"),
         (AlignConfig, {"aspect": ",1"}, "aspect: Input should be a valid number"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
@@ -261,7 +249,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"dataset": ""}, "--dataset: "),
         (FinetuneConfig, {"dataset": "folder:"}, "--dataset: folder: has to have a path behind it"),
         (FinetuneConfig, {"start": ""}, "--from: has to be a path, not ''"),
-        (AlignConfig, {"data_root": ""}, "--data-root: has to be a path, not ''"),
     ],
 )
 def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None:

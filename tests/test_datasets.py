@@ -19,7 +19,7 @@ from torchvision.datasets import OxfordIIITPet
 from toy import done, photos_in, refusal, run
 
 import data
-from extras.datasets import DIVIDE, check
+from extras.datasets import check
 from support.benchmarks import BENCHMARKS, download, open_pool, open_task
 from support.errors import RunError, UsageError
 from support.experiment import look_at_data
@@ -129,29 +129,6 @@ def test_of_many_copies_three_are_named_and_json_has_all(tmp_path: Path) -> None
     found = json.loads(said_of_problem(f"data check {tmp_path} --json"))
     every = [[str(tmp_path / name) for name in pair.split(" = ")] for pair in pairs]
     assert found["copies"] == every
-
-
-def test_what_there_is_is_said_by_class_and_part(tmp_path: Path) -> None:
-    for i in range(10):
-        drawn(tmp_path / "set" / "ab"[i % 2] / f"{i}.png", f"{i}")
-    (tmp_path / "set/a/1.txt").touch()
-    (tmp_path / "set/a/old.zip").touch()
-    assert str(check(f"{tmp_path}/set", tmp_path)).splitlines() == [
-        f"folder:{tmp_path}/set",
-        "2 classes, 5 images each: a, b; train 6, val 2 (drawn), test 2 (drawn)",
-        "left out: 1 .txt, 1 .zip",
-        DIVIDE,
-        "no problems in 10 images",
-    ]
-    assert str(check(f"{tmp_path}/set/a", tmp_path)).splitlines() == [
-        f"folder:{tmp_path}/set/a",
-        "images without labels: 5",
-        "left out: 1 .txt, 1 .zip",
-        "no problems in 5 images",
-    ]
-    (tmp_path / "set/c").symlink_to("nowhere")
-    (fault,) = check(f"{tmp_path}/set", tmp_path).problems
-    assert f"{tmp_path}/set/c: is a link to nowhere" in fault
 
 
 def test_a_flat_folder_is_a_pool_but_a_problem_where_it_is_named_as_a_labelled_one(
