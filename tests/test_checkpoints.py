@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from support.checkpoints import (
     Pretrained,
     build_head,
     build_vit,
-    download,
     find_weights,
     load_backbone,
 )
@@ -74,19 +72,6 @@ def test_weights_are_downloaded_once_on_first_use(
     place.write_bytes(content[:-500])
     said = run(line.replace("--out f", "--out g")).err.splitlines()[-1]
     assert f"{place}: cannot be read" in said and said.endswith("or fetch it again")
-
-
-def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypatch: Any) -> None:
-    fetched = []
-
-    def fetch(url: str, place: str, progress: bool) -> None:
-        fetched.append(url)
-        Path(place).write_text("all of it")
-
-    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: download("http://x/y.pth", tmp_path / "hub/y.pth"), range(4)))
-    assert fetched == ["http://x/y.pth"]
 
 
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:

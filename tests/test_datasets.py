@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -78,38 +77,6 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     assert "no image for train of class c" in lacking
     assert "a/0.png: cannot be read" in damaged and damaged.endswith("; replace or remove it")
     assert str(found).splitlines()[:2] == found.problems and found.images == 20
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "classes").rename(tmp_path / "alone/train")
-    assert len(check(f"folder:{tmp_path}/alone", tmp_path).problems) == 2
-
-
-def test_all_that_people_bring_along_is_told_at_once(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        for kind in "ab":
-            for i in range(3):
-                drawn(tmp_path / part / kind / f"{i}.png", f"{part}{kind}{i}")
-    for twin in ("train/b/twin.png", "test/a/leak.png"):
-        (tmp_path / twin).write_bytes((tmp_path / "train/a/0.png").read_bytes())
-    for name in ("train/a/1.heic", "train/b/2.gif", ".hidden.heic", ".hidden/3.gif"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    picture(tmp_path / "train/a/@eaDir/0.png/thumb.jpg")
-    (tmp_path / "train/a/folder.png").mkdir()
-    (tmp_path / "train/a/link.png").symlink_to("nowhere")
-    os.mkfifo(tmp_path / "train/b/fifo.png")
-    drawn(tmp_path / "train/b/cut.png", "cut")
-    (tmp_path / "train/b/cut.png").write_bytes((tmp_path / "train/b/cut.png").read_bytes()[:-30])
-    found = check(f"folder:{tmp_path}", tmp_path)
-    assert found.left_out == {".heic": 1, ".gif": 1}
-    for told in (
-        *(f"{name}.png: cannot be read (no file" for name in ("a/folder", "a/link", "b/fifo")),
-        "b/cut.png: cannot be read (image file is truncated",
-        "and test share 1 image, such as",
-    ):
-        assert [line for line in found.problems if told in line], told
-    (group,) = found.copies
-    names = ("test/a/leak.png", "train/a/0.png", "train/b/twin.png")
-    assert sorted(group) == [str(tmp_path / name) for name in names]
 
 
 def test_of_many_copies_three_are_named_and_json_has_all(tmp_path: Path) -> None:
