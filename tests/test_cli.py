@@ -37,7 +37,6 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.progress import training
-from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -168,34 +167,6 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     lines = ["align 5/9  loss 2.0", f"align 6/9  {losses}", "this took 0:00:00"]
     said = re.sub(r"  \d:\d\d:\d\d left", "", capsys.readouterr().err)
     assert said.splitlines() == ([] if quiet else lines)
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("kind", "silent"), [(Terminal, False), (Terminal, True), (io.StringIO, False)]
-)
-def test_a_terminal_shows_what_is_done_until_it_is_done(
-    kind: type[io.StringIO], silent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lines that come meanwhile stand above it; a file or a pipe gets nothing but these."""
-    monkeypatch.setattr(sys, "stderr", stream := kind())
-    monkeypatch.setenv("TERM", "xterm")
-    with showing("loading torch", silent):
-        print_line("a warning", sys.stderr)
-        print_line("another", sys.stderr)
-    said = stream.getvalue()
-    if kind is Terminal and not silent:
-        before, _, after = said.partition("another")
-        assert "loading torch" in after and after.endswith("\x1b[2K")  # the line is erased
-        assert "a warning\n" in before
-    else:
-        assert said == "a warning\nanother\n"
 
 
 def test_a_result_is_printed_whatever_the_encoding_is(

@@ -176,7 +176,6 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     ("name", "text", "said"),
     [
         ("list.json", "[1]", "no settings by name"),
-        ("text.json", '"x"', "no settings by name"),
         ("twice.toml", "lr = [0.01]\nlr = [0.1]", "overwrite"),
         ("nothere.toml", None, "there is no such file"),
     ],

@@ -18,7 +18,6 @@ from support.errors import UsageError
 from support.experiment import (
     check_batches,
     open_experiment,
-    set_up_device,
 )
 from support.processes import World
 
@@ -56,23 +55,6 @@ def test_a_task_that_compares_images_takes_no_micro_batches(weights: Path, tmp_p
 
 
 # --- what is opened ---------------------------------------------------------------------------
-
-
-def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And a device that is not for training is refused."""
-    with pytest.raises(UsageError, match="--device meta"):
-        set_up_device(FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta"))
-    asked: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    small = FinetuneConfig(backbone="vit_mini", dataset="quilts", device="cpu")
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    set_up_device(small)
-    assert asked == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    set_up_device(small)
-    assert asked == [1]
 
 
 def test_batches_that_cannot_be_shared_out_are_refused(

@@ -507,36 +507,6 @@ def test_two_align_runs_of_one_seed_are_no_two_seeds(
         tune(weights, tmp_path / "out", start=runs, seeds=2)
 
 
-def test_two_fine_tunings_of_the_same_seeds_are_one(
-    weights: Path, aligned: Path, tmp_path: Path
-) -> None:
-    """As with other micro-batches; after two align runs, equal seeds of PEFT are two, though."""
-    for name, changes in (("a", {}), ("b", {"micro_batch": 7})):
-        tune(weights, tmp_path / "direct" / name, lr=(1e-2,), **changes)  # type: ignore[arg-type]
-    restart: Record = {"seed": 100, "seeds": 2, "lr": (1e-2,)}
-    with pytest.raises(UsageError, match="two starts have the same seed, 0; remove"):
-        tune(weights, tmp_path / "restart", start=tmp_path / "direct", **restart)
-    for name in ("s2", "s10"):
-        tune(weights, tmp_path / "tuned" / name, lr=(1e-2,), start=aligned / name)
-    result = tune(weights, tmp_path / "restart", start=tmp_path / "tuned", **restart)
-    assert [trial.start_seeds for trial in result.trials] == [[0, 2], [0, 10]]
-
-
-def test_align_runs_may_have_read_copies_of_the_same_images(
-    weights: Path, aligned: Path, tmp_path: Path
-) -> None:
-    """Each computer its own; another pool is another arm, and another version is told."""
-    runs = shutil.copytree(aligned, tmp_path / "runs")
-    said = load_adapter(runs / "s10/adapter.safetensors").info.definition
-    moved = {"pool": "folder:/scratch1/pool", "versions": "bisslight 0.1, torch 1"}
-    with_info(runs / "s10", definition=said | moved)
-    result = tune(weights, tmp_path / "out", start=runs, seeds=2, lr=(1e-2,))
-    assert [trial.start_seeds for trial in result.trials] == [[2], [10]]
-    with_info(runs / "s10", definition=said | {"pool_sha256": "another"})
-    with pytest.raises(UsageError, match=r"differs in more .*: content of --pool; give runs that"):
-        tune(weights, tmp_path / "other", start=runs, seeds=2, lr=(1e-2,))
-
-
 def test_an_adapter_of_another_shape_or_type_is_told_in_a_line(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
