@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import close
-from quilts import quilts, quilts_pool
+from quilts import few_quilts, quilts, quilts_pool
 from safetensors.torch import load_file, save_file
 from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, done, refusal, save_by_class
@@ -19,8 +19,7 @@ import head
 import lora
 from align import prepare
 from config import PLAIN_VITS, AlignConfig, Arch, FinetuneConfig
-from data import Split, Task, rng
-from finetune import finetune
+from data import Task, rng
 from mae import MAE, Decoder, positions
 from support import checkpoints
 from support.adapters import find_adapters, load_adapter
@@ -310,45 +309,34 @@ def test_an_export_of_a_run_on_a_network_of_the_hub_is_that_network(
 def test_an_exported_network_is_of_the_data_that_it_was_trained_on(vit: Any) -> None:
     """Its file keeps what `--from` would refuse, also that of an export before."""
     task = quilts(0)[1]
-    kinds = len(task.classes)
-    parts = [
-        Split(torch.as_tensor(task.test.images)[k : k + 40], task.test.targets[k : k + 40])
-        for k in (0, 40, 80)
-    ]
-    save_by_class(Path("photos"), parts[0].images, parts[0].targets)
-    one = folder(Path("photos"), 0)
-    two = Task("own", *parts[1:], parts[1], [f"kind {k}" for k in range(kinds)])
+    save_by_class(Path("photos"), torch.as_tensor(task.test.images)[:40], task.test.targets[:40])
+    own = folder(Path("photos"), 0)
+    other = own._replace(test=own.train)
 
-    def opened(weights: str, task: Task, align: bool = False, other_data: bool = False) -> None:
+    def opened(given: dict[str, Any], task: Task, align: bool = False) -> None:
         """What a run does before the long work."""
-        given: Any = {"backbone": f"timm:{NAME}", "weights": weights, "image_size": 32}
-        given |= {"dataset": "own", "device": "cpu", "other_data": other_data}
+        given = {"weights": None, "image_size": 32, "dataset": "own", "device": "cpu"} | given
         if align:
             cfg = AlignConfig(**given, pool="own", p_batch=8, d_batch=8)
             prepare(open_experiment(cfg, task, quilts_pool(0)))
         else:
-            cfg_of_peft = FinetuneConfig(**given, seeds=1)
-            check_starts([Start()], open_experiment(cfg_of_peft, task))
+            check_starts([Start()], open_experiment(FinetuneConfig(**given, seeds=1), task))
 
-    peft = f"--backbone timm:{NAME} --image-size 32 --rank 2 --batch 8 {PEFT_STEPS} --quiet"
-    done(f"finetune {peft} --weights w.safetensors --dataset folder:photos --out f")
+    peft = f"--image-size 32 --rank 2 --batch 8 {PEFT_STEPS} --quiet"
+    line = f"finetune --backbone timm:{NAME} {peft}"
+    done(f"{line} --weights w.safetensors --dataset folder:photos --out f")
     done("export f --out e")
-    tuned = "e/timm/model.safetensors"
-    opened("w.safetensors", one._replace(test=one.train))
-    in_folder: Any = {"backbone": "timm:local-dir:e/timm", "dataset": "own", "device": "cpu"}
-    exchanged = open_experiment(FinetuneConfig(**in_folder), one._replace(test=one.train))
-    with pytest.raises(UsageError, match=r"^--backbone timm:local-dir:e/timm: .*--other-data"):
-        check_starts([Start()], exchanged)
-    for k, chain in enumerate((tuned, "e2/timm/model.safetensors")):
+    done(f"{line} --weights e/timm/model.safetensors --dataset few_quilts --other-data --out f2")
+    done("export f2 --out e2")
+    by_file: list[dict[str, Any]] = [
+        {"backbone": f"timm:{NAME}", "weights": f"{place}/timm/model.safetensors"}
+        for place in ("e", "e2")
+    ]
+    opened(by_file[0], own)
+    opened(by_file[0] | {"other_data": True}, other)
+    for given in (*by_file, {"backbone": "timm:local-dir:e/timm"}):
         for align in (False, True):
-            with pytest.raises(UsageError, match=r"^--weights \S+: .*--other-data"):
-                opened(chain, one._replace(test=one.train), align)
-        opened(chain, one._replace(test=one.train), other_data=True)
-        if k == 0:
-            opened(chain, one)
-            given: Any = {"backbone": f"timm:{NAME}", "weights": tuned, "image_size": 32}
-            given |= {"rank": 2, "dataset": "own", "batch": 8, "epochs": 1, "warmup_epochs": 0}
-            given |= {"other_data": True}
-            finetune(FinetuneConfig(**given, seeds=1, lr=(1e-3,)), Path("f2"), task=two)
-            done("export f2 --out e2")
-    assert str(Path.cwd()).encode() not in Path(tuned).read_bytes()
+            with pytest.raises(UsageError, match=r"^--(weights|backbone) \S+: .*--other-data"):
+                opened(given, other, align)
+    with pytest.raises(UsageError, match="--other-data"):  # its own images, but not those of e
+        opened(by_file[1], few_quilts(0))
