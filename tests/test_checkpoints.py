@@ -1,4 +1,4 @@
-"""Official files, adapters of this edition and of the one before, and the released layout."""
+"""Official files, adapters, and the released layout."""
 
 import json
 from argparse import Namespace
