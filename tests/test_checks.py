@@ -61,11 +61,10 @@ def test_a_class_that_each_training_image_has_is_refused_of_val_and_test_alone()
     classes = ["a", "b", "c"]
     check_task(Task("own", each, some, some, classes))
     for name in ("val", "test"):
-        said = rf"^{name}: of class a no label is -1, .*; add images without it, or leave the class"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"^{name}: of class a no label is -1"):
             check_task(Task("own", each, some, some, classes)._replace(**{name: each}))
     table = Split(PIXELS, ZEROS_AND_ONES)
-    with pytest.raises(ValueError, match=r"^train: no label is -1, no; .* 2 \* labels - 1"):
+    with pytest.raises(ValueError, match=r"^train: no label is -1, .* 2 \* labels - 1"):
         check_task(Task("own", table, some, some, classes))
 
 

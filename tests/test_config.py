@@ -258,14 +258,11 @@ def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
     """It splits nothing, so a seed of splits would make another run of the same numbers."""
     given: Record = {"backbone": "vit_mini", "pool": "/photos"}
     PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
-    for wrong, named in (
-        ({"epochs": 3}, "^--epochs 3: .* warm-up of 4; add --warmup-epochs 0, or"),
-        ({"data_seed": 5}, "--data-seed"),
-    ):
+    for wrong, named in (({"epochs": 3}, "--warmup-epochs"), ({"data_seed": 5}, "--data-seed")):
         with pytest.raises(ValidationError) as refused:
             PretrainConfig(**given | wrong)
         (line,) = cli.explain(refused.value)
-        assert re.search(named, line)
+        assert named in line
 
 
 def test_settings_mean_the_same_in_another_directory_and_read_no_disk(

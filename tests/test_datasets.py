@@ -89,10 +89,7 @@ def test_of_many_copies_three_are_named_and_json_has_all(tmp_path: Path) -> None
     said, *others = said_of_problem(f"data check {tmp_path}").splitlines()
     assert "1 problem in 34 images" in others
     pairs = [f"train/a/{k}.png = train/a/twin{k}.png" for k in range(4)]
-    assert said == (
-        f"images that are there twice or more: {', '.join(pairs[:3])} and 1 more (--json has all);"
-        " keep one of each"
-    )
+    assert ", ".join(pairs[:3]) in said and pairs[3] not in said
     found = json.loads(said_of_problem(f"data check {tmp_path} --json"))
     every = [[str(tmp_path / name) for name in pair.split(" = ")] for pair in pairs]
     assert found["copies"] == every
