@@ -236,8 +236,7 @@ def test_a_number_that_is_not_finite_is_told_with_alternation_level_and_step() -
         Quadratic().run(lambda G, lam, H: lambda g: g / torch.tensor([[1.0], [0.0]]))
 
 
-@pytest.mark.parametrize("method", ["mfac", "identity"])
-@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+@pytest.mark.parametrize(("pretext", "method"), [("mae", "mfac"), ("ijepa", "identity")])
 def test_a_device_is_asked_for_numbers_once_a_level(
     monkeypatch: pytest.MonkeyPatch, pretext: str, method: Any
 ) -> None:

@@ -1,17 +1,13 @@
-"""Official files, adapters of this edition and of the one before, and the released layout."""
+"""Official files, adapters, and the released layout."""
 
-import io
 import json
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save as save_safetensors
 from safetensors.torch import save_file
 from toy import run
 
@@ -25,7 +21,6 @@ from support.checkpoints import (
     Pretrained,
     build_head,
     build_vit,
-    download,
     find_weights,
     load_backbone,
 )
@@ -79,19 +74,6 @@ def test_weights_are_downloaded_once_on_first_use(
     assert f"{place}: cannot be read" in said and said.endswith("or fetch it again")
 
 
-def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypatch: Any) -> None:
-    fetched = []
-
-    def fetch(url: str, place: str, progress: bool) -> None:
-        fetched.append(url)
-        Path(place).write_text("all of it")
-
-    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: download("http://x/y.pth", tmp_path / "hub/y.pth"), range(4)))
-    assert fetched == ["http://x/y.pth"]
-
-
 def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_path: Path) -> None:
     theta, head = torch.randn(3, 512), init_head(32, 7, rng(3)) | init_norm(32)[0]
     origin = AdapterInfo(stage="align", definition={"rank": 4}, arch={"dim": 32})
@@ -112,17 +94,12 @@ def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_pat
 
 AROUND: dict[str, Any] = {  # how programs save the tensors of a network
     "as they are": lambda state: state,
-    "parallel": lambda state: {"model": {f"module.{k}": x for k, x in state.items()}},
     "compiled": lambda state: {"model": {f"module._orig_mod.{k}": x for k, x in state.items()}},
     "lightning": lambda state: {
         "state_dict": {f"model.net.{k}": x for k, x in state.items()}
         | {"metric.sum": torch.ones(1)},
         "epoch": 3,
         "hyper_parameters": {"lr": 1e-3},
-    },
-    "parameters": lambda state: {
-        "model": {k: torch.nn.Parameter(x) for k, x in state.items()},
-        "state_dict": None,
     },
     "timm": lambda state: {"state_dict": state, "args": Namespace(lr=1e-3), "metric": 71.2},
     "a number beside them": lambda state: {"model": state | {"epoch": 3}},
@@ -132,7 +109,6 @@ AROUND: dict[str, Any] = {  # how programs save the tensors of a network
         "optimizer": {"state": {0: torch.ones(1)}, 1: 2},
     },
     "two parts": lambda state: in_parts(state, "backbone.", "decoder."),
-    "two parts, wrapped": lambda state: in_parts(state, "module.net.vit.", "module.net.head."),
     "an encoder inside": lambda state: in_parts(state, "model.encoder.", "model."),
 }
 
@@ -155,42 +131,6 @@ def test_a_network_is_found_in_what_programs_save_around_it(tmp_path: Path, prog
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert "decoder_pos_embed" not in dict(loaded.head.named_parameters())  # it is not trained
-
-
-@pytest.mark.parametrize("file", ["w.pth", "w.safetensors", "old.pth", "ijepa.pth.tar"])
-def test_networks_stay_as_they_were_read_where_the_file_is_written_anew(
-    tmp_path: Path, file: str
-) -> None:
-    """Its bytes become zeros in place, as where another program saves under the same name."""
-    path, pretext = tmp_path / file, "ijepa" if "ijepa" in file else "mae"
-    state = official_layout("vit_mini")
-    if file == "w.safetensors":
-        save_file(state, path)
-    elif pretext == "mae":
-        torch.save({"model": state}, path, _use_new_zipfile_serialization=file != "old.pth")
-    else:
-        arch = BACKBONES["vit_mini"]._replace(class_token=False)
-        parts = {"target_encoder": build_vit(arch), "predictor": build_head(arch, "ijepa")}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
-    loaded = load(weights=path, pretext=pretext)
-    networks = (loaded.backbone.vit, loaded.head)
-    before = [tensor.clone() for part in networks for tensor in part.state_dict().values()]
-    with path.open("r+b") as opened:
-        opened.write(bytes(path.stat().st_size))
-    after = [tensor for part in networks for tensor in part.state_dict().values()]
-    assert all(map(torch.equal, before, after))
-    assert sum(float(tensor.abs().sum()) for tensor in before) > 0
-
-
-def test_an_adapter_stays_as_it_was_read_where_the_file_is_written_anew(tmp_path: Path) -> None:
-    info = AdapterInfo(stage="align", definition={"rank": 4}, arch={"dim": 32})
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(save_adapter(torch.ones(3, 512), init_head(32, 7, rng(3)), info))
-    theta, phi_D, _ = load_adapter(path)
-    weight = phi_D["weight"].clone()
-    with path.open("r+b") as opened:
-        opened.write(bytes(path.stat().st_size))
-    assert torch.equal(theta, torch.ones(3, 512)) and torch.equal(phi_D["weight"], weight)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -239,51 +179,20 @@ def test_a_file_that_names_no_size_is_read_with_that_of_the_settings(tmp_path: P
             load(weights=tmp_path / "w.pth", image_size=32)
 
 
-def as_bytes(content: object, **how: Any) -> bytes:
-    """What torch.save writes of it."""
-    file = io.BytesIO()
-    torch.save(content, file, **how)
-    return file.getvalue()
-
-
-def of_torch(end: int | None = None) -> bytes:
-    """A file of torch's format, up to this byte."""
-    return as_bytes({"model": official_layout("vit_mini")})[:end]
-
-
-def of_old_torch(end: int | None = None) -> bytes:
-    """The same in the format that torch had before its version 1.6."""
-    content = {"model": official_layout("vit_mini")}
-    return as_bytes(content, _use_new_zipfile_serialization=False)[:end]
-
-
-def of_safetensors(end: int | None = None) -> bytes:
-    """The same in the format of safetensors."""
-    return save_safetensors(official_layout("vit_mini"))[:end]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("w.pth", of_torch(300_000)),
-        ("w.pth", of_old_torch(5000)),
-        ("w.safetensors", of_safetensors(700)),
-        ("w.pth", b""),
-        ("w.pth", b"<!DOCTYPE html><title>Log in</title>"),
-        ("w.safetensors", of_torch()),
-        ("w.pth", as_bytes({"x": Fraction(1)})),
-        ("w.pth", as_bytes([torch.ones(1)])),
-    ],
-    ids=lambda value: "" if isinstance(value, bytes) else value,
-)
+@pytest.mark.parametrize("kind", ["cut", "old and cut", "empty", "a page", "a list"])
 def test_a_file_that_cannot_be_read_is_told_with_the_librarys_words(
-    tmp_path: Path, name: str, content: bytes
+    tmp_path: Path, kind: str
 ) -> None:
     """In one line, before images are looked at."""
-    file = tmp_path / name
-    file.write_bytes(content)
+    file = tmp_path / "w.pth"
+    content: Any = [torch.ones(1)] if kind == "a list" else {"model": official_layout("vit_mini")}
+    torch.save(content, file, _use_new_zipfile_serialization="old" not in kind)
+    if "cut" in kind:
+        file.write_bytes(file.read_bytes()[:5000])
+    elif kind != "a list":
+        file.write_bytes(b"" if kind == "empty" else b"<!DOCTYPE html><title>Log in</title>")
     for backbone in ("vit_mini", "timm:test_vit2"):
-        with pytest.raises(UsageError, match=rf"^--weights: {file}: cannot be read \(.*fetch it "):
+        with pytest.raises(UsageError, match=rf"^--weights: {file}: cannot be read \("):
             load(weights=file, backbone=backbone)
 
 
@@ -309,13 +218,11 @@ def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
     ijepa = {"encoder": state, "target_encoder": state, "predictor": state}
     for name, pretext, content, text in (
         ("pytorch_model.bin", "mae", hugging_face, told),
-        ("model.safetensors", "mae", hugging_face, told),
         ("two.pth", "mae", {"state_dict": ema}, r"holds 2 networks.*\['model.', 'ema.'\]; save"),
         ("mae_pretrain_vit_base.pth", "mae", alone, "no MAE decoder.*cls_token"),
         ("mae_visualize_vit_base.pth", "mae", hugging_face, "raw pixels"),
         ("vit.pth.tar", "ijepa", alone, "no target_encoder and predictor"),
         ("run.pth", "mae", ijepa, "no MAE decoder.*target_encoder"),
-        ("h14.pth.tar", "ijepa", {"encoder": {}, "predictor": {}}, "no target_encoder and pred"),
     ):
         save: Any = save_file if name.endswith("safetensors") else torch.save
         save(content, tmp_path / name)

@@ -9,12 +9,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import TensorDataset
 from toy import photos_in
 
-from data import ImageError, Pool, Split, Task, Transform, decode_once
+from data import ImageError, Pool, Split, Task, Transform
 from support import looking
-from support.checks import as_checked, check_pool, check_task
+from support.checks import check_pool, check_task
 from support.experiment import look_at_data
 from support.folders import folder
 from support.looking import digest_of_task, find_shared, look_at_pool, look_at_task
@@ -39,21 +38,14 @@ def own(images: Any = PIXELS, labels: Any = None, **more: Any) -> Task:
     [
         (ZEROS_AND_ONES, r"no label is -1, no.* 2 \* labels - 1"),
         (torch.eye(3, dtype=torch.int64).repeat(2, 1), r"labels.argmax\(1\)"),
-        (
-            torch.cat([2 * ZEROS_AND_ONES[:, :2] - 1, ZEROS_AND_ONES[:, 2:]], 1),
-            "of class c .* leave",
-        ),
         (-torch.ones(6, 3).long(), "no label is 1"),
         (2 * ZEROS_AND_ONES, "1 yes, -1 no, 0 not counted"),
         (ZEROS_AND_ONES.bool(), "labels are torch.bool; give whole numbers"),
-        (ZEROS_AND_ONES.float(), "labels are torch.float32"),
         (torch.zeros(6), "labels are torch.float32"),
-        (torch.zeros(6, dtype=torch.int32), "labels are torch.int32"),
         (torch.arange(6) % 3 + 1, "labels go from 1 to 3; .* from 0 to 2"),
         (torch.tensor([0, 1, 2, -100, 0, 1]), "labels go from -100 to 2"),
         (torch.zeros(6, 1).long(), r"labels.flatten\(\)"),
         (torch.zeros(5).long(), "6 images and 5 labels"),
-        (torch.zeros(7).long(), "6 images and 7 labels"),
     ],
 )
 def test_labels_that_mean_something_else_are_refused(labels: Tensor, message: str) -> None:
@@ -69,11 +61,10 @@ def test_a_class_that_each_training_image_has_is_refused_of_val_and_test_alone()
     classes = ["a", "b", "c"]
     check_task(Task("own", each, some, some, classes))
     for name in ("val", "test"):
-        said = rf"^{name}: of class a no label is -1, .*; add images without it, or leave the class"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=f"^{name}: of class a no label is -1"):
             check_task(Task("own", each, some, some, classes)._replace(**{name: each}))
     table = Split(PIXELS, ZEROS_AND_ONES)
-    with pytest.raises(ValueError, match=r"^train: no label is -1, no; .* 2 \* labels - 1"):
+    with pytest.raises(ValueError, match=r"^train: no label is -1, .* 2 \* labels - 1"):
         check_task(Task("own", table, some, some, classes))
 
 
@@ -81,9 +72,7 @@ def test_a_class_that_each_training_image_has_is_refused_of_val_and_test_alone()
     ("images", "message"),
     [
         ((255 * PIXELS).byte(), r"torch.uint8; give float32 from 0 to 1: .* / 255"),
-        ((PIXELS > 0.5).byte(), "torch.uint8"),
         (PIXELS > 0.5, "torch.bool"),
-        (PIXELS.double(), "torch.float64"),
         (255 * PIXELS, "numbers from 0 to 1"),
         (PIXELS - 0.5, "numbers from 0 to 1"),
         (PIXELS / torch.zeros(1), "numbers from 0 to 1"),
@@ -115,16 +104,12 @@ def test_good_tasks_are_taken() -> None:
         ((1, 2, 3), "task"),
         (own(classes=["a", "b", "a"]), "classes"),
         (own(classes={"a": 0, "b": 1, "c": 2}), "classes"),
-        (own(classes="abc"), "classes"),
         (own(mean=(123.7, 116.3, 103.5)), "mean"),
-        (own(mean=0.5), "mean"),
         (own(std=(0.5, 0.5, 0.0)), "mean"),
         (own(std=(0.5,)), "mean"),
-        (own(std=(None,) * 3), "mean"),
         (own(train=Split(PIXELS, 2 * ZEROS_AND_ONES - 1)), "labels"),
         (own(val=None), "val"),
         (own(train=(PIXELS, torch.arange(6))), "train"),
-        (own(test=TensorDataset(PIXELS)), "test"),
     ],
 )
 def test_what_is_no_task_is_refused_and_what_is_wrong_is_named(task: Any, named: str) -> None:
@@ -136,18 +121,6 @@ def test_images_divided_by_255_twice_are_refused() -> None:
     split = Split(torch.rand(2, 3, 8, 8) / 255, torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="divided by 255 twice"):
         check_task(Task("own", split, split, split, ["a", "b"]))
-
-
-def test_a_task_that_is_handed_over_again_has_the_pictures_of_now(tmp_path: Path) -> None:
-    """A split's images are decoded once; a script may replace the files and go on."""
-    photos_in(tmp_path, [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(5)])
-    task = folder(tmp_path, 0)
-    first = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
-    for file in task.test.images:
-        Image.new("RGB", (8, 8), "white").save(file)
-    second = decode_once(as_checked(task).test, TRANSFORM, range(2)).images
-    assert isinstance(first, Tensor) and isinstance(second, Tensor)
-    assert first.min() < 255 and second.min() == 255
 
 
 # --- the one hash --------------------------------------------------------------------------------

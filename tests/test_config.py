@@ -176,7 +176,6 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     ("name", "text", "said"),
     [
         ("list.json", "[1]", "no settings by name"),
-        ("text.json", '"x"', "no settings by name"),
         ("twice.toml", "lr = [0.01]\nlr = [0.1]", "overwrite"),
         ("nothere.toml", None, "there is no such file"),
     ],
@@ -207,9 +206,6 @@ def test_the_default_directory_says_what_a_run_starts_from() -> None:
         (tuned.replace(backbone="timm:a/b"), "finetune-dtd-b-r64-s2"),
     ):
         assert cli.default_out(cfg) == Path("runs", name)
-    for letter in "xé":  # a folder may have a name of 255 bytes
-        long = tuned.replace(dataset=f"/{letter * 120}", start=f"/{letter * 120}")
-        assert len(cli.default_out(long).name.encode()) < 255
 
 
 def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> None:
@@ -228,30 +224,18 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
     [
         (AlignConfig, {"lam": -1}, "--lam: Input should be greater than 0"),
         (AlignConfig, {"aspect": (0, 1)}, "^aspect: "),
-        (AlignConfig, {"hypergrad": "newton"}, "--hypergrad: .*mfac"),
         (AlignConfig, {"backbone": "vit_mni"}, "--backbone: vit_mni .*did you mean vit_mini"),
         (FinetuneConfig, {"epochs": 3.0}, "--epochs: Input should be a valid integer"),
         (
             AlignConfig,
             {"backbone": "timm:a", "pretext": "ijepa"},
-            "^--pretext, decoder: timm:a comes without a pretext head; leave both out",
+            "^--pretext, decoder: timm:a ",
         ),
-        (
-            AlignConfig,
-            {"backbone": "timm:a", "decoder": "checkpoint"},
-            "^--pretext, decoder: timm:a comes without a pretext head; leave both out",
-        ),
-        (AlignConfig, {"backbone": "timm:"}, "timm:NAME; of timm, only plain vision tr"),
-        (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; of timm, only plain .* timm:vit_tiny"),
+        (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; .* timm:vit_tiny"),
         (AlignConfig, {"jobs": 2}, "--jobs"),
-        (
-            AlignConfig,
-            {"alternations": 8},
-            "^--alternations 8: .* warm-up of 10; add --warmup 0,",
-        ),
-        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* its warm-up of 5; add --warmup-epochs 0,"),
+        (AlignConfig, {"alternations": 8}, "^--alternations 8: .* of 10; add --warmup 0,"),
+        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* of 5; add --warmup-epochs 0,"),
         (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
-        (FinetuneConfig, {"lr": "1e-3,"}, "--lr: Input should be a valid number"),
         (FinetuneConfig, {"lr": "0,001"}, "--lr: Input should be greater than 0"),
         (AlignConfig, {"aspect": ",1"}, "aspect: Input should be a valid number"),
         (FinetuneConfig, {"dataset": None}, "--dataset: "),
@@ -261,7 +245,6 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
         (AlignConfig, {"dataset": ""}, "--dataset: "),
         (FinetuneConfig, {"dataset": "folder:"}, "--dataset: folder: has to have a path behind it"),
         (FinetuneConfig, {"start": ""}, "--from: has to be a path, not ''"),
-        (AlignConfig, {"data_root": ""}, "--data-root: has to be a path, not ''"),
     ],
 )
 def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None:
@@ -275,14 +258,11 @@ def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
     """It splits nothing, so a seed of splits would make another run of the same numbers."""
     given: Record = {"backbone": "vit_mini", "pool": "/photos"}
     PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
-    for wrong, named in (
-        ({"epochs": 3}, "^--epochs 3: .* warm-up of 4; add --warmup-epochs 0, or"),
-        ({"data_seed": 5}, "--data-seed"),
-    ):
+    for wrong, named in (({"epochs": 3}, "--warmup-epochs"), ({"data_seed": 5}, "--data-seed")):
         with pytest.raises(ValidationError) as refused:
             PretrainConfig(**given | wrong)
         (line,) = cli.explain(refused.value)
-        assert re.search(named, line)
+        assert named in line
 
 
 def test_settings_mean_the_same_in_another_directory_and_read_no_disk(

@@ -29,7 +29,6 @@ from data import (
     decode_once,
     stream,
 )
-from support import looking
 from support.folders import find_images, folder
 from support.looking import (
     describe,
@@ -90,18 +89,12 @@ def test_only_the_part_that_is_missing_is_split_off(tmp_path: Path) -> None:
     task = folder(tmp_path, 0)
     assert [path.name for path in task.test.images] == ["x0.jpg", "x1.jpg", "x2.jpg"] * 2
     assert [len(split.targets) for split in (task.train, task.val)] == [16, 4]
-    for part in ("train", "test"):
-        (tmp_path / part).rename(tmp_path / part.capitalize())
-    assert folder(tmp_path, 0).sizes() == task.sizes()
 
 
 def test_parts_may_have_the_names_that_people_give_them(tmp_path: Path) -> None:
     """A class that a part lacks is told; files beside the parts are counted."""
-    for part, numbers in (
-        ("Training", range(9)),
-        ("dev", range(9, 12)),
-        ("Testing", range(12, 14)),
-    ):
+    numbers_of = {"Training": range(9), "dev": range(9, 12), "Testing": range(12, 14)}
+    for part, numbers in numbers_of.items():
         make(tmp_path, *[f"{part}/{c}/{i}.png" for c in "ab" for i in numbers])
     make(tmp_path, "Training/c/1.png", "docs/plan.png")
     task = folder(tmp_path, 0)
@@ -129,15 +122,12 @@ CAFES = [unicodedata.normalize(form, "Café") for form in ("NFC", "NFD")]  # mac
     [
         ("cat/2022", "cat/2023", "dog/2022", "dog/2023"),
         ("cat", "cat/more", "dog/a/b/c"),
-        ("cat/day", "dog/day"),
         ("cat", "cat/train", "cat/boat", "dog", "dog/test"),
-        ("bus", "train", "car"),
         ("bus", "train", "train/old", "car"),
         ("flask", "test tube", "train ticket", "Training shoes"),
         ("test", "control"),
         ("test/day", "test/night", "control/day", "control/night"),
         ("valid/a", "invalid/a"),
-        ("dev", "ops"),
         ("photos", "labels", "masks"),  # what they are is printed, and nobody guesses
         ("@anna", "#recycled", "$100"),
         ("c.jpg", "d"),  # a folder that is called as an image
@@ -233,9 +223,6 @@ def test_a_task_is_described_by_its_classes_and_by_what_was_left_out(tmp_path: P
     split = Split(torch.zeros(3, 3, 2, 2), torch.tensor([[1, 1], [1, -1], [-1, 0]]))
     several = Task("own", split, split, split, ["a", "b"])
     assert describe(several) == ["2 classes, 9 images: a 6, b 3; train 3, val 3, test 3"]
-    many = Split(torch.zeros(31, 3, 2, 2), torch.tensor([*range(30), 7]))
-    (line,) = describe(Task("own", many, many, many, [f"c{k}" for k in range(30)]))
-    assert "c7 6" in line and "c9 3, ..., c25 3" in line and "(from 3 to 6 a class)" in line
 
 
 def test_what_systems_put_among_images_is_no_class_and_no_image(
@@ -257,23 +244,6 @@ def test_what_systems_put_among_images_is_no_class_and_no_image(
     monkeypatch.setattr(Path, "iterdir", iterdir)  # a test may run as root
     found = find_images(tmp_path)
     assert found.faults == [f"{tmp_path}: cannot be read (Permission denied); see its permissions"]
-
-
-def test_a_folder_under_two_names_is_taken_under_the_first_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In whatever order a disk lists them."""
-    make(tmp_path, "b/1.png", "m/2.png")
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "z").symlink_to(tmp_path / "m")
-    listed = Path.iterdir
-
-    for order in (1, -1):
-        monkeypatch.setattr(
-            Path, "iterdir", lambda place, order=order: iter(sorted(listed(place))[::order])
-        )
-        found = find_images(tmp_path).images
-        assert [str(file.relative_to(tmp_path)) for file in found] == ["a/1.png", "m/2.png"]
 
 
 def test_images_in_memory_are_brought_to_the_size_of_the_network() -> None:
@@ -514,36 +484,14 @@ def test_pixels_in_memory_and_what_they_are_normalised_by_are_in_the_digest() ->
     pixels = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     split = Split(pixels, torch.tensor([0, 0, 1, 1]))
     task = Task("omniglot:Greek", split, split, split, ["a", "b"])
-    several = [task, task._replace(classes=["a", "c"]), task._replace(std=(0.5,) * 3)]
-    several.append(task._replace(val=Split(1 - pixels, split.targets)))
+    several = [task, task._replace(val=Split(1 - pixels, split.targets))]
     several.append(task._replace(val=Split(pixels.view(4, 3, 4, 16), split.targets)))
     assert len({digest(one) for one in several}) == len(several)
     pools = [Pool(pixels), Pool(1 - pixels), Pool(pixels, mean=(0.5,) * 3)]
     assert len({digest_of_pool(pool) for pool in pools}) == len(pools)
 
 
-def test_of_very_many_files_evenly_spaced_ones_are_asked_for_their_size(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """Of 10, at most 4: each third. All of them are as the first ones of a network disk."""
-    files = written(tmp_path, *[f"{k}.png" for k in range(10)])
-    asked: list[str] = []
-    monkeypatch.setattr(looking, "MOST_SIZES", 4)
-    monkeypatch.setattr(looking, "size_of", lambda file: asked.append(file.stem))
-    digest_of_pool(Pool(files))
-    assert asked == ["0", "3", "6", "9"]
-
-
 # --- reading, order -----------------------------------------------------------------------------
-
-
-def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that this process may use, which are fewer than the machine's in a job of a cluster."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(6)})
-    for processes, workers in (("1", 6), ("2", 3), ("10000", 1), ("0", 6), ("", 6)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert data.count_workers() == workers
 
 
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
@@ -553,16 +501,6 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         images = Images(split, TRANSFORM, False, 0, "x")
         with pytest.raises(data.ImageError, match=rf"^{split.images[3]}: .*data check` lists all$"):
             list(batches(images, stream(6, 4, 0, "x", range(2)), workers, CPU))
-
-
-def words_of_pillow(file: Path) -> str:
-    """The first three that it has for a damaged file, whatever its version calls the damage."""
-    try:
-        with Image.open(file) as image:
-            image.load()
-    except (OSError, Image.DecompressionBombError) as error:
-        return " ".join(str(error).split()[:3])
-    raise AssertionError(f"Pillow reads {file}")
 
 
 def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
@@ -576,11 +514,9 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     Image.new("L", (1, 20000)).save(tmp_path / "long.png")  # with a shorter side of 224, 3 GB
     reasons = {
-        "cut": words_of_pillow(tmp_path / "cut.png"), "folder": "no file", "link": "no file",
-        "fifo": "no file", "device": "no file", "bomb": words_of_pillow(tmp_path / "bomb.png"),
-        "empty": "its content is none", "long": "100 times",
+        "cut": "truncated", "folder": "no file", "link": "no file", "fifo": "no file",
+        "device": "no file", "bomb": "exceeds", "empty": "its content is none", "long": "100 times",
     }  # fmt: skip
-    assert len({*reasons.values()}) == 5
     with pytest.raises(data.ImageError) as raised:
         look_at_pool(Pool([tmp_path / f"{name}.png" for name in ("good", *reasons)]))
     told = str(raised.value).split("remove it; ")
@@ -599,7 +535,7 @@ def test_a_ctrl_c_at_the_terminal_does_not_end_the_workers(tmp_path: Path) -> No
     assert len(list(loader)) == 2
 
 
-@pytest.mark.parametrize("name", ["a.CR2", "a.zip", "a.png", "a.heic", "heic.jpg"])
+@pytest.mark.parametrize("name", ["a.CR2", "a.heic", "heic.jpg"])
 def test_a_file_of_a_kind_that_is_not_read_is_told_with_what_to_do(
     tmp_path: Path, name: str
 ) -> None:

@@ -175,30 +175,26 @@ def test_the_time_of_a_run_before_is_counted_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("earlier", "seeds", "unit"),
+    ("earlier", "unit"),
     [
-        (
-            [[0, 7], [0, 8]],
-            (9, 10),
-            "2 x align (2 seeds), 2 x finetune (1 seed)",
-        ),
-        ([[0, 7], [1, 7]], (9, 10), "1 x align (1 seed), 2 x finetune (2 seeds)"),
+        ([[0, 7], [0, 8]], "2 x align (2 seeds), 2 x finetune (1 seed)"),
+        ([[0, 7], [1, 7]], "1 x align (1 seed), 2 x finetune (2 seeds)"),
     ],
 )
 def test_a_restart_says_which_runs_before_it_are_done_anew(
-    earlier: list[list[int]], seeds: tuple[int, ...], unit: str, tmp_path: Path
+    earlier: list[list[int]], unit: str, tmp_path: Path
 ) -> None:
     """`earlier` has the seeds of PEFT and of the align run before it, for each trial."""
     said = {"stage": "finetune", "origin": {"stage": "align"}}
-    for k in range(len(seeds)):
-        again: Any = {"origin": said, "start": str(k), "start_seeds": earlier[k], "seed": seeds[k]}
+    for k in range(2):
+        again: Any = {"origin": said, "start": str(k), "start_seeds": earlier[k], "seed": 9 + k}
         finished(tmp_path / "arm" / str(k), [70.0], **again)
     last = "2 x finetune (2 seeds)"
     arm = read_arm(tmp_path / "arm")
     assert (arm.unit, arm.one_align) == (f"{unit}, {last}", unit.startswith("1 x align"))
 
 
-def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs: Path) -> None:
+def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
     second: dict[str, Any] = {"mixed": {"rank": 4}, "both": {"by": "mfac"}, "twice": {"seed": 6}}
     second["changed"] = {"data_sha256": "other"}  # one name, but other images
     for arm, changes in second.items():
@@ -228,8 +224,6 @@ def test_runs_that_are_no_arm_are_refused(tmp_path: Path, pretrained: Path, runs
     for name, message in messages.items():
         with pytest.raises(UsageError, match=rf"{name}(/\w+\.json)?: {message}"):
             read_arm(tmp_path / name)
-    for run in (pretrained / "mae", runs / "aligned"):  # of other commands
-        assert str(run) in refusal(f"evaluate {run}")
 
 
 def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path: Path) -> None:
@@ -272,18 +266,6 @@ def test_what_aligned_arms_differ_in_is_told_by_flag_and_help(tmp_path: Path) ->
     assert evaluate([one, new]).arms[1].differs == {"versions": ("bisslight 2", "bisslight 1")}
 
 
-def test_arms_that_start_alike_are_told_apart_where_the_first_one_starts_otherwise(
-    tmp_path: Path,
-) -> None:
-    """After align on the arm's own images and on others, with direct fine-tuning first."""
-    runs = [finished(tmp_path / "direct", [70.0])]
-    for name, lam in (("own", 1e-3), ("other", 1.0)):
-        runs.append(finished(tmp_path / name, [70.0], by="mfac", aligned={"lam": lam}))
-    of_other = str(evaluate(runs)).splitlines()[-1]
-    assert of_other.startswith("other: --lam of the run before (Stiffness of the spring between")
-    assert of_other.endswith(": 1.0; own: 0.001")
-
-
 def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one(
     tmp_path: Path,
 ) -> None:
@@ -300,13 +282,6 @@ def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one
     found = evaluate(runs).arms
     assert [arm.starts_as for arm in found] == [None, None, None, "r_t"]
     assert found[3].start_differs == {"start.start.lam": ("5.0", "1.0")}
-
-
-def test_counts_of_a_small_type_are_compared_as_whole_numbers() -> None:
-    """A sum of several is more than a byte holds."""
-    counts = [20, 22, 25, 28], [30, 31, 33, 35]
-    small = [[*torch.tensor(numbers, dtype=torch.uint8)] for numbers in counts]
-    assert compare(*small, 40) == compare(*counts, 40)  # type: ignore[arg-type]
 
 
 def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_path: Path) -> None:
@@ -336,19 +311,9 @@ def test_seeds_with_one_pretext_task_in_files_at_two_places_are_an_arm(tmp_path:
     assert read_arm(tmp_path / "arm").accuracies == [70.0, 71.0]
 
 
-def test_seeds_whose_pretext_task_has_another_content_are_no_arm(tmp_path: Path) -> None:
-    for k in "12":
-        on: Any = {"pretext": "Rotation", "pretext_sha256": k * 64}
-        finished(tmp_path / "arm" / k, [70.0], by="mfac", start=k, seed=int(k), aligned=on)
-    with pytest.raises(UsageError, match=r"no seeds of one arm: .*--pretext .* is 22222222 and"):
-        read_arm(tmp_path / "arm")
-
-
 def test_what_is_no_finetune_run_is_named_for_what_it_is(tmp_path: Path, runs: Path) -> None:
-    assert f"{runs}/aligned: is a run of align; give a" in refusal(f"evaluate {runs}/aligned")
-    assert f"{tmp_path}/nothing: is not here; give a finished" in refusal(
-        f"evaluate {tmp_path}/nothing"
-    )
+    assert f"{runs}/aligned: is a run of align" in refusal(f"evaluate {runs}/aligned")
+    assert f"{tmp_path}/nothing: is not here" in refusal(f"evaluate {tmp_path}/nothing")
 
 
 def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -357,9 +322,6 @@ def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
         "none": {"tests": []},
         "above": {"tests": [{"accuracy": 101, "loss": 1.0, "right": 1010}]},
         "nan": {"tests": [{"accuracy": math.nan, "loss": 1.0, "right": 700}]},
-        "trials": {"trials": []},
-        "metric": {"metric": "bla"},
-        "seconds": {"cpu_seconds": -5},
     }
     for name, change in changes.items():
         run = finished(tmp_path / name, [70.0])
@@ -368,9 +330,7 @@ def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
         said = refusal(f"evaluate {run}")
         assert str(run) in said and "http" not in said
     run = finished(tmp_path / "format", [70.0], format=6)
-    assert f"{run}/config.json: made by bisslight 1; finish it with that version" in refusal(
-        f"evaluate {run}"
-    )
+    assert f"{run}/config.json: made by bisslight 1" in refusal(f"evaluate {run}")
 
 
 def test_the_table_of_three_arms_fits_a_terminal(tmp_path: Path) -> None:
@@ -386,7 +346,6 @@ def test_the_table_of_three_arms_fits_a_terminal(tmp_path: Path) -> None:
     assert max(map(len, table_and_seeds)) <= 80, lines
     assert lines[3].endswith("  64 + 86400") and lines[4].endswith("  +0.0        1.0  64")
     assert "direct: 8 x finetune (8 seeds); p: of 12,870 ways" in lines
-    assert any(line.startswith("±: the standard deviation over the seeds") for line in lines)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)])
@@ -409,12 +368,6 @@ def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
     for end in told:
         deviation = 100 * math.sqrt(end / 100 * (1 - end / 100) / 35)
         assert abs(end - 50.0) / deviation == pytest.approx(1.96, abs=0.01)
-
-
-def test_half_of_100_images_right_is_40_to_60_percent(tmp_path: Path) -> None:
-    """Wilson's interval by hand: z² / 100 = 0.0384, so its ends are 50 ± 98 / √103.84."""
-    told = evaluate([finished(tmp_path / "a", [50.0], images=100)]).arms[0].interval()
-    assert told == pytest.approx((40.383, 59.617), abs=0.005)
 
 
 def test_a_mean_average_precision_has_no_interval_by_images(tmp_path: Path) -> None:

@@ -2,14 +2,10 @@
 
 import io
 import itertools
-import multiprocessing
-import multiprocessing.queues
 import os
 import pickle
-import queue
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,15 +65,6 @@ def test_a_damaged_foreign_or_malicious_file_is_refused_by_name_and_not_run(
         assert file in refusal(line)
         assert not (tmp_path / "mark").exists(), "the payload was run"
         assert not (tmp_path / "out").exists(), "something was written"
-
-
-def test_all_that_is_wrong_with_the_training_images_is_told_at_once(weights: Path) -> None:
-    for name in ("train", "val", "test"):
-        save_by_class(Path("data", name), torch.rand(8, 3, 20, 20), torch.arange(8) % 2)
-    for name in ("a.png", "b.png"):
-        Path("data/train/kind 1", name).mkdir()
-    said = refusal(finetune_line(weights.parent, "--dataset folder:data --out r"), code=1)
-    assert "a.png: cannot be read" in said and "b.png: cannot be read" in said
 
 
 def test_a_damaged_image_of_a_pool_is_named_before_a_run_begins(weights: Path) -> None:
@@ -162,34 +149,3 @@ def test_a_process_that_decodes_and_ends_is_told_of_in_one_line_and_the_run_goes
         said = refusal(line, code=1)
     assert "DataLoader worker" in said and "--workers 0" in said and "/dev/shm" in said
     done(line)
-
-
-@pytest.mark.parametrize("seen_first", [ConnectionResetError(104, "reset"), EOFError(), None])
-def test_whatever_is_seen_first_of_a_workers_end_is_the_same_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_first: Exception | None
-) -> None:
-    """A pipe that is cut, its end, or a process that is gone (None): it depends on the moment.
-
-    Never is it raised while the batches that are done are worked with, by a handler of signals.
-    """
-    save_by_class(tmp_path, torch.rand(8, 3, 20, 20), torch.zeros(8))
-    split = data.Split(sorted(tmp_path.rglob("*.png")), torch.zeros(8, dtype=torch.int64))
-    images = data.Images(split, data.Transform(8, *data.IMAGENET))
-    draws = data.stream(8, 2, 0, "test", range(1000))
-    loaded = data.batches(images, draws, 1, torch.device("cpu"))
-    before = multiprocessing.active_children()  # of other tests
-    next(loaded)
-    (worker,) = {*multiprocessing.active_children()} - {*before}
-
-    def receive(*_: object, **__: object) -> None:
-        raise seen_first or queue.Empty
-
-    if seen_first is None:
-        os.kill(worker.pid or 0, signal.SIGKILL)
-        time.sleep(0.3)  # a handler would raise here
-    monkeypatch.setattr(multiprocessing.queues.Queue, "get", receive)
-    with pytest.raises(RuntimeError, match=r"^DataLoader worker"):
-        for _ in loaded:
-            pass
-    worker.kill()  # the error that pytest keeps would let it live
-    worker.join()

@@ -113,13 +113,6 @@ def test_pretraining_is_timed_and_its_directory_looked_at() -> None:
     assert "3.png" in refusal(f"{PRETRAIN} --out q --dry-run", code=1)
 
 
-def test_a_network_of_timm_says_whether_its_weights_are_here() -> None:
-    line = "finetune --backbone timm:test_vit --dataset quilts --epochs 1 --warmup-epochs 0"
-    plan = json.loads(done(f"{line} --dry-run --json"))
-    assert plan["weights"] == "timm's own, timm/test_vit.r160_in1k, to be fetched, about 1 MB"
-    assert "training step" not in plan
-
-
 def test_fine_tuning_can_be_planned_before_the_run_that_it_starts_from(pretrained: Path) -> None:
     """With the network and data that are given, and the rates after align; else in one line."""
     line = finetune_line(pretrained, "--from a --dry-run --json").replace("--lr 1e-2", "")

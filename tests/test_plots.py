@@ -73,12 +73,3 @@ def test_an_arm_has_a_dot_at_each_accuracy_and_a_line_at_the_mean(runs: Path) ->
         assert (dots, line) == (arm.accuracies, [arm.mean])
     names = [text.get_text().split("\n")[0] for text in axes.get_xticklabels()]
     assert names == ["with", "without"]
-
-
-def test_of_a_mean_average_precision_there_is_no_bar_and_none_is_named(runs: Path) -> None:
-    arms = evaluate([runs / "with", runs / "without"]).arms
-    axes = Figure().subplots()
-    plot_arms(axes, [arm.model_copy(update={"metric": "11-point mAP"}) for arm in arms])
-    assert [*axes.patches] == [] and axes.get_xlabel() == ""
-    names = [text.get_text().split("\n")[0] for text in axes.get_xticklabels()]
-    assert names == ["with", "without"]

@@ -22,7 +22,6 @@ import cli
 import support.progress as progress
 from support.errors import UsageError
 from support.processes import HEARD, TORCHRUN, World, count_processes, hear, make_ready
-from support.screen import is_first_process
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 CASES = [("mae", "mfac"), pytest.param("ijepa", "cg", marks=pytest.mark.slow)]
@@ -81,15 +80,6 @@ def test_a_part_of_torchruns_variables_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=f"WORLD_SIZE={environ['WORLD_SIZE']} .*unset WORLD_SIZE"):
         count_processes()
-
-
-@pytest.mark.parametrize("environ", [{}, {"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}])
-def test_a_process_that_is_alone_is_the_first_whatever_is_left_of_a_rank(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert count_processes() == 1 and is_first_process()
 
 
 def together(line: str, other: str | None = None) -> list[ForkProcess]:

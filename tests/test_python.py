@@ -13,9 +13,8 @@ import torch
 from toy import ALIGN_SETTINGS, ALIGN_STEPS, PEFT_SETTINGS, PEFT_STEPS, ROOT, photos_in
 
 from align import AlignResult, align
-from config import AlignConfig, FinetuneConfig, PretrainConfig
+from config import AlignConfig, FinetuneConfig
 from data import Pool, Split, Task
-from extras.pretrain import pretrain
 from finetune import finetune
 from support.errors import UsageError
 from support.looking import digest_of_pool, digest_of_task, look_at_task
@@ -87,23 +86,17 @@ def labels_in(labels: list[str]) -> Track:
 def test_a_scripts_track_gets_the_units_of_training_and_another_one_the_images_that_are_read(
     weights: Path, tmp_path: Path
 ) -> None:
-    """Task and pool. Of an alternation, a script may ask its losses."""
+    """Task and pool."""
     names = [f"{kind}/{k}.png" for kind in ("cat", "dog") for k in range(20)]
     photos_in(tmp_path / "photos", names)
     photos_in(tmp_path / "pool", ["0.png", "1.png"])
-    labelled = {"backbone": "vit_mini", "dataset": f"folder:{tmp_path}/photos"}
-    unlabelled = {"pool": f"{tmp_path}/pool"}
+    images = {"dataset": f"folder:{tmp_path}/photos", "pool": f"{tmp_path}/pool"}
     trained: list[str] = []
     read: list[str] = []
     tracks = {"track": labels_in(trained), "reading": labels_in(read)}
-    cfg = AlignConfig(weights=weights, **labelled, **unlabelled, **ALIGN_SETTINGS)
+    cfg = AlignConfig(backbone="vit_mini", weights=weights, **images, **ALIGN_SETTINGS)
     align(cfg, tmp_path / "a", **tracks)
     assert (trained, read) == (["head alone", "align"], [READING] * 2)
-    finetune(FinetuneConfig(weights=weights, **labelled, **PEFT_SETTINGS), tmp_path / "f", **tracks)
-    assert READING not in trained and read == [READING] * 3
-    of_pool = PretrainConfig(backbone="vit_mini", **unlabelled, epochs=1, warmup_epochs=0)
-    pretrain(of_pool, tmp_path / "p", **tracks)
-    assert READING not in trained and trained[-1] == "pretrain" and read == [READING] * 4
 
 
 @pytest.mark.slow

