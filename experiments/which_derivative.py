@@ -79,7 +79,10 @@ class Cell(NamedTuple):
 
 
 BACKBONES = range(46, 50)  # no earlier study had these
-CELLS = [Cell(*cell[::-1]) for cell in product((0, 1), BACKBONES, (*TASKS, *POOL))]
+SEEDS = (0, 1)
+CELLS: list[Cell] = []  # backbone by backbone
+for backbone, alphabet, seed in product(BACKBONES, (*TASKS, *POOL), SEEDS):
+    CELLS.append(Cell(alphabet, backbone, seed))
 GAIN_CELLS = [cell for cell in CELLS if (cell.backbone, cell.seed) == (46, 0)]
 AT = (8, 16, 24)  # alternations whose directions are compared
 MOVE = 0.5  # how far θ_D is moved to either side

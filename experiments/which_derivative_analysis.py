@@ -18,7 +18,8 @@ CONTROL = ("oracle-G", "0v")  # without it there is no verdict: see HEARD
 PRIMARY = (("U", "G"), ("G", "0v"), ("N", "G"))
 SECONDARY = (("A", "G"), ("P", "G"), ("U", "C"))
 HEARD = 2.0  # points that the lower end of the control's interval has to be above
-Means = dict[tuple[str, plan.Cell], float]  # by arm and cell: the mean accuracy over the rates
+Task = tuple[str, int]  # alphabet and backbone
+Means = dict[tuple[str, Task], float]  # by arm and task: mean accuracy over seeds and rates
 
 
 def main(results: Path = plan.RESULTS) -> None:
@@ -29,13 +30,13 @@ def main(results: Path = plan.RESULTS) -> None:
     if gains:
         print(markdown(gain_rows(gains)))
     runs = whole_cells(plan.read_runs(results / "runs.jsonl"))
+    cells = len(runs) // len(plan.NAMES)
+    print(f"\n{cells} of {len(plan.CELLS)} cells are whole\n")
     means = means_of(runs)
-    cells = cells_of(means)
-    print(f"\n{len(cells)} of {len(plan.CELLS)} cells are whole\n")
     if runs:
         print(markdown(arm_rows(runs)))
-    if have_intervals(cells):
-        print(f"\n{markdown(compare(means, final=len(cells) == len(plan.CELLS)))}")
+    if have_intervals(means):
+        print(f"\n{markdown(compare(means, final=cells == len(plan.CELLS)))}")
 
 
 def gain_rows(gains: Sequence[plan.Gains]) -> list[Record]:
@@ -68,29 +69,35 @@ def whole_cells(runs: Sequence[plan.Run]) -> list[plan.Run]:
     return whole
 
 
+def end(run: plan.Run) -> float:
+    """The endpoint of a run: its mean accuracy over the three rates."""
+    assert len(run.ends) == len(plan.RATES)
+    return fmean(run.ends.values())
+
+
 def means_of(runs: Sequence[plan.Run]) -> Means:
-    """The endpoint of each run: its mean accuracy over the three rates."""
-    means = {}
+    """The endpoint of each arm, as the mean over both seeds; without tasks that lack a seed."""
+    by_seed: dict[tuple[str, Task], list[float]] = {}
     for run in runs:
-        assert len(run.ends) == len(plan.RATES)
-        means[run.arm, run.cell] = fmean(run.ends.values())
-    return means
+        by_seed.setdefault((run.arm, (run.alphabet, run.backbone)), []).append(end(run))
+    return {key: fmean(ends) for key, ends in by_seed.items() if len(ends) == len(plan.SEEDS)}
 
 
-def cells_of(means: Means) -> list[plan.Cell]:
-    """The cells, in the order of the plan."""
-    return [cell for cell in plan.CELLS if ("G", cell) in means]
+def tasks_of(means: Means) -> list[Task]:
+    """Alphabets and backbones of which there are means."""
+    return [task for arm, task in means if arm == "G"]
 
 
-def have_intervals(cells: Sequence[plan.Cell]) -> bool:
-    """Whether there are two alphabets, and two cells of each."""
-    counts = [sum(cell.alphabet == name for cell in cells) for name in alphabets_of(cells)]
-    return len(counts) > 1 and min(counts) > 1
+def have_intervals(means: Means) -> bool:
+    """Whether there are two alphabets, and one of them has two backbones."""
+    tasks = tasks_of(means)
+    alphabets = alphabets_of(tasks)
+    return 1 < len(alphabets) < len(tasks)
 
 
-def alphabets_of(cells: Sequence[plan.Cell]) -> list[str]:
+def alphabets_of(tasks: Sequence[Task]) -> list[str]:
     """The alphabets, sorted."""
-    return sorted({cell.alphabet for cell in cells})
+    return sorted({alphabet for alphabet, _ in tasks})
 
 
 def arm_rows(runs: Sequence[plan.Run]) -> list[Record]:
@@ -98,7 +105,7 @@ def arm_rows(runs: Sequence[plan.Run]) -> list[Record]:
     rows: list[Record] = []
     for arm in plan.NAMES:
         of_arm = [run for run in runs if run.arm == arm]
-        row: Record = {"arm": arm, "mean": f"{fmean(means_of(of_arm).values()):.2f}"}
+        row: Record = {"arm": arm, "mean": f"{fmean(map(end, of_arm)):.2f}"}
         for rate in plan.RATES:
             row[f"{rate:g}"] = f"{fmean(run.ends[f'{rate:g}'] for run in of_arm):.2f}"
         row["diverged"] = sum(run.diverged for run in of_arm)
@@ -116,23 +123,24 @@ def arm_rows(runs: Sequence[plan.Run]) -> list[Record]:
 
 
 def by_alphabet(means: Means, pair: tuple[str, str]) -> dict[str, list[float]]:
-    """The first arm minus the second, in the cells of each alphabet."""
-    cells = cells_of(means)
-    gains: dict[str, list[float]] = {alphabet: [] for alphabet in alphabets_of(cells)}
-    for cell in cells:
-        gains[cell.alphabet].append(means[pair[0], cell] - means[pair[1], cell])
+    """The first arm minus the second, for each backbone of each alphabet."""
+    tasks = tasks_of(means)
+    gains: dict[str, list[float]] = {alphabet: [] for alphabet in alphabets_of(tasks)}
+    for task in tasks:
+        gains[task[0]].append(means[pair[0], task] - means[pair[1], task])
     return gains
 
 
 def within(gains: dict[str, list[float]]) -> Difference:
     """The mean over alphabets, with an interval for these alphabets: they are fixed.
 
-    The variance is that of cells about the mean of their alphabet, pooled over alphabets.
+    The variance is that of backbones about the mean of their alphabet, pooled over alphabets.
     """
-    mean = fmean(fmean(cells) for cells in gains.values())
-    freedom = sum(len(cells) - 1 for cells in gains.values())
-    pooled = sum((len(cells) - 1) * variance(cells) for cells in gains.values()) / freedom
-    error = (pooled * sum(1 / len(cells) for cells in gains.values())) ** 0.5 / len(gains)
+    mean = fmean(fmean(values) for values in gains.values())
+    freedom = sum(len(values) - 1 for values in gains.values())
+    squares = sum(variance(v) * (len(v) - 1) for v in gains.values() if len(v) > 1)
+    shares = sum(1 / len(values) for values in gains.values())
+    error = (squares / freedom * shares) ** 0.5 / len(gains)
     half = float(student.ppf(0.975, freedom)) * error
     p = 2 * float(student.sf(abs(mean) / error, freedom))
     return Difference(mean, mean - half, mean + half, p)
@@ -166,7 +174,7 @@ def compare(means: Means, final: bool) -> list[Record]:
 
 def of_units(gains: dict[str, list[float]]) -> Difference:
     """The mean over alphabets, with these as the units: Student's t, and all flips of signs."""
-    return difference([fmean(cells) for cells in gains.values()])
+    return difference([fmean(values) for values in gains.values()])
 
 
 def row_of(
@@ -179,7 +187,7 @@ def row_of(
 ) -> Record:
     gains = by_alphabet(means, pair)
     fixed, units = within(gains), of_units(gains)
-    above = sum(fmean(cells) > 0 for cells in gains.values())
+    above = sum(fmean(values) > 0 for values in gains.values())
     return {
         "points": " − ".join(pair),
         "family": family,

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(runs: list[dict[str, Any]]) -> Array:
-    """Accuracies: arm, alphabet, backbone and seed, rate. NaN where a cell is not whole."""
+    """Accuracies: arm, alphabet, backbone, seeds and rates; NaN where one of both seeds is missing."""
     filled = np.full((len(ARMS), len(ALPHABETS), len(BACKBONES), len(SEEDS), len(RATES)), np.nan)
     for run in runs:
         place = (
@@ -49,14 +49,14 @@ def table(runs: list[dict[str, Any]]) -> Array:
         if not np.isnan(filled[place]).all():
             raise ValueError(f"two lines of {place}")
         filled[place] = [run["ends"][rate] for rate in RATES]
-    flat = filled.reshape(len(ARMS), len(ALPHABETS), -1, len(RATES))
+    flat = filled.reshape(len(ARMS), len(ALPHABETS), len(BACKBONES), -1)  # seeds and rates
     flat[:, np.isnan(flat).any((0, 3))] = np.nan
     return flat
 
 
 def analyse(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """For each comparison all that the protocol asks for."""
-    accuracy = table(runs).mean(3)  # arm, alphabet, cell
+    accuracy = table(runs).mean(3)  # arm, alphabet, backbone
     there = ~np.isnan(accuracy[0])
     is_final = bool(there.all())
     found: dict[str, dict[str, Any]] = {}
