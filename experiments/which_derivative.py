@@ -42,6 +42,7 @@ from support.experiment import Experiment, open_experiment
 from support.files import Busy, sha256, write_atomic
 
 RESULTS = Path(__file__).with_name("which_derivative")
+GAINS, RUNS = "gains.jsonl", "runs.jsonl"  # files of the results
 ALIGN: Record = {  # what is not here, such as λ = 0.001, is the paper's, or vit_mini's default
     "alternations": 25, "warmup": 2, "lower_steps": 20, "upper_steps": 3, "p_batch": 32,
     "d_batch": 32, "p_lr": 1e-2, "d_lr": 1e-2,
@@ -84,7 +85,7 @@ CELLS: list[Cell] = []  # backbone by backbone
 for backbone, alphabet, seed in product(BACKBONES, (*TASKS, *POOL), SEEDS):
     CELLS.append(Cell(alphabet, backbone, seed))
 GAIN_CELLS = [cell for cell in CELLS if (cell.backbone, cell.seed) == (46, 0)]
-AT = (8, 16, 24)  # alternations whose directions are compared
+AT = (6, 12, 18)  # alternations whose directions are compared
 MOVE = 0.5  # how far θ_D is moved to either side
 
 
@@ -501,27 +502,27 @@ def go_on(
             time.sleep(10)  # other processes are at all that is left
 
 
+def cells_without_gains(results: Path) -> list[Cell]:
+    """Those whose first-order gains are still to be measured."""
+    done = {(one.alphabet, one.backbone, one.seed) for one in read_gains(results / GAINS)}
+    return [cell for cell in GAIN_CELLS if cell not in done]
+
+
+def cells_not_whole(results: Path) -> list[Cell]:
+    """Those in which an arm is still to be run."""
+    runs = read_runs(results / RUNS)
+    return [cell for cell in CELLS if next_arm(cell, runs)]
+
+
 def work(out: Path, results: Path, gains: bool) -> None:
     """What one process does."""
     torch.set_num_threads(1)
-    of_gains, of_runs = results / "gains.jsonl", results / "runs.jsonl"
-
-    def without_gains() -> list[Cell]:
-        done = {(one.alphabet, one.backbone, one.seed) for one in read_gains(of_gains)}
-        return [cell for cell in GAIN_CELLS if cell not in done]
-
-    def not_whole() -> list[Cell]:
-        runs = read_runs(of_runs)
-        return [cell for cell in CELLS if next_arm(cell, runs)]
-
     if gains:
-        go_on(
-            without_gains, lambda cell: measure_gains(cell, settings_of(cell, out)), of_gains, out
-        )
-    elif without_gains():
-        raise UsageError(f"{of_gains}: first-order gains come first; give --gains")
+        left = partial(cells_without_gains, results)
+        go_on(left, lambda cell: measure_gains(cell, settings_of(cell, out)), results / GAINS, out)
     else:
-        go_on(not_whole, lambda cell: next_run(cell, of_runs, out), of_runs, out)
+        left = partial(cells_not_whole, results)
+        go_on(left, lambda cell: next_run(cell, results / RUNS, out), results / RUNS, out)
 
 
 def main(
@@ -533,6 +534,8 @@ def main(
     """Go on with the study, or with --gains; OUT is where the backbones are."""
     out.mkdir(parents=True, exist_ok=True)
     results.mkdir(exist_ok=True)
+    if not gains and cells_without_gains(results):
+        raise UsageError(f"{results / GAINS}: first-order gains come first; give --gains")
     if processes == 1:
         work(out, results, gains)
         return

@@ -24,12 +24,12 @@ Means = dict[tuple[str, Task], float]  # by arm and task: mean accuracy over see
 
 def main(results: Path = plan.RESULTS) -> None:
     """Print the first-order gains; of whole cells the means and the comparisons."""
-    gains = plan.read_gains(results / "gains.jsonl")
+    gains = plan.read_gains(results / plan.GAINS)
     planned = len(plan.GAIN_CELLS) * len(plan.AT)
     print(f"{len(gains)} of {planned} first-order gains are there\n")
     if gains:
         print(markdown(gain_rows(gains)))
-    runs = whole_cells(plan.read_runs(results / "runs.jsonl"))
+    runs = whole_cells(plan.read_runs(results / plan.RUNS))
     cells = len(runs) // len(plan.NAMES)
     print(f"\n{cells} of {len(plan.CELLS)} cells are whole\n")
     means = means_of(runs)

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(runs: list[dict[str, Any]]) -> Array:
-    """Accuracies: arm, alphabet, backbone, seeds and rates; NaN where one of both seeds is missing."""
+    """Accuracies: arm, alphabet, backbone, seeds and rates; NaN where one of two seeds lacks."""
     filled = np.full((len(ARMS), len(ALPHABETS), len(BACKBONES), len(SEEDS), len(RATES)), np.nan)
     for run in runs:
         place = (
