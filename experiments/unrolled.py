@@ -105,10 +105,8 @@ def end_of_lower_steps(lower: Lower, theta_D: Tensor, graph: bool = False) -> Te
         if not (graph and tensors[0].grad_fn):  # without a graph every step starts from leaves
             tensors = [tensor.detach().requires_grad_() for tensor in tensors]
         phi_P = dict(zip(start.phi_P, tensors[1:], strict=True))
-        with (
-            torch.enable_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # fused attention has no second derivative
+        # fused attention has no second derivative
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             loss = lower.task.loss(tensors[0], phi_P, batch)
             gradients = [*torch.autograd.grad(loss, tensors, create_graph=graph)]
         with torch.set_grad_enabled(graph):
