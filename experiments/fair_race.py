@@ -19,7 +19,7 @@ from torch import Tensor
 from align import batches_left, prepare, probe
 from bisslight import Map, algorithm_1
 from config import OMNIGLOT, AlignConfig, FinetuneConfig, PretrainConfig, Record
-from data import steps_per_epoch
+from data import Task, steps_per_epoch
 from experiments.fair_race_plan import CHOSEN, Cell, Run, Unit, units_of
 from experiments.recipe import run_script
 from extras.pretrain import pretrain
@@ -107,12 +107,17 @@ class Tuned(NamedTuple):
 
 
 def fine_tune(
-    settings: Record, rate: float, epochs: int, start: Tensor | None, warmup: int = 5
+    settings: Record,
+    rate: float,
+    epochs: int,
+    start: Tensor | None,
+    warmup: int = 5,
+    task: Task | None = None,
 ) -> Tuned:
     """PEFT as `finetune` does it, without a run directory and without a choice of the epoch."""
     peft: Record = {"lr": (rate,), "epochs": epochs, "warmup_epochs": warmup, "batch": 32}
     cfg = FinetuneConfig(**settings | peft)
-    experiment = open_experiment(cfg)
+    experiment = open_experiment(cfg, task)  # `task` instead of the data set of the settings
     task = experiment.task
     fresh = experiment.new_theta(cfg.seed) if start is None else start
     (theta,) = trainable({"theta": fresh}).values()  # a copy: candidates share a start
