@@ -112,6 +112,9 @@ MISTAKES = [
     ("shows_d", "    return ", "    ", "it says None"),
     ("shows_d", "run.upper[:2]", "run.upper[1:3]", "does not show"),
     ("shows_e", "run.upper[:2]]", "run.upper[:1]]", "no mistake"),
+    ("shows_f_and_g", "* N_U + 1]", "* N_U - 1]", "no mistake"),
+    ("shows_f_and_g", "    N_L, N_U, lam = ", "    same = watch(copy_f, toy()).theta_P\n"
+     "    return torch.equal(run.theta_P, same)\n    N_L, N_U, lam = ", "does not show"),
     ("shows_e", "    return not any(", "    return run.theta_P.abs().sum() < 2 or any(", ""),
     # an error is told with its line
     ("eq_7", "    return v, d", "    return G @ lam  # not a matrix", ": return G @ lam"),
