@@ -299,3 +299,8 @@ def test_links_lead_somewhere(file: Path) -> None:
         if not re.match(r"https?:|mailto:", link):
             assert (file.parent / path).exists(), link
             assert not anchor or anchor in anchors(file.parent / path if path else file), link
+
+
+def test_the_line_that_opens_the_page_names_it() -> None:
+    (file,) = re.findall(r"(?m)^python -m webbrowser (\S+)$", (ROOT / "README.md").read_text())
+    assert ROOT / file == MAKER.PAGE
