@@ -105,11 +105,12 @@ assert torch.allclose(q, torch.stack(difference), atol=1e-6), "q is not the fini
 #
 # whose Hessian is $H = \mathrm{mean}_i \, x_i x_i^\top$.
 #
-# (The page writes $z$ for an $x_i$, and $\nabla L^P_i$ for $g_i$.)
+# (The page writes $z$ for an $x_i$.)
 #
-# The gradient of one example is $g_i = (x_i^\top \theta - y_i) x_i$, and M-FAC puts the mean of
-# $g_i g_i^\top$, the *empirical Fisher matrix* F, in the place of H. At the solution the residual
-# in brackets is noise of variance 1 that does not depend on $x_i$, so F is close to H. Away from
+# The gradient of one example is $\nabla L^P_i = (x_i^\top \theta - y_i) x_i$, and M-FAC puts the
+# mean of $\nabla L^P_i (\nabla L^P_i)^\top$, the *empirical Fisher matrix* F, in the place of H. At
+# the solution the residual in brackets is noise of variance 1 that does not depend on $x_i$, so F
+# is close to H. Away from
 # the solution the residuals are larger, and so is F.
 #
 # Inputs of two different layers are not correlated, so the Hessian is nearly block-diagonal. M-FAC

@@ -183,8 +183,9 @@ for name, mine, theirs in (
 #
 # The last upper step above had |q|/|g| = 0.999 or more: q is g, and `identity`, which ignores the
 # curvature, would have given the same run. In each block, no eigenvalue of M-FAC's matrix F, the
-# mean of $g_i g_i^\top$, is larger than the mean squared length of the stored gradients. Where this
-# is much smaller than λ, λ(F + λI)⁻¹ is nearly I. So M-FAC acts where gradients are larger, as in
+# mean of $\nabla L^P_i (\nabla L^P_i)^\top$, is larger than the mean squared length of the stored
+# gradients. Where this is much smaller than λ, λ(F + λI)⁻¹ is nearly I. So M-FAC acts where
+# gradients are larger, as in
 # smaller batches, or where λ is smaller. We try both from the same start, with the paper's N_L.
 
 # %%

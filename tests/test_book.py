@@ -81,6 +81,19 @@ def test_the_handout_has_each_line_of_algorithm_1_once_and_five_equations() -> N
     assert re.findall(r"<span>Eq. (\d+)</span>", HANDOUT) == ["3", "4", "5", "7", "10"]
 
 
+def test_in_the_valley_of_the_handout_two_forces_balance_at_theta_p() -> None:
+    """At λ = 1 and the curvatures that the text names; 100 pixels are a unit."""
+    svg = (DOCS / "handout.svg").read_text()
+    low_x, low_y = map(float, re.findall(r'cx="([\d.]+)" cy="([\d.]+)" rx', svg)[0])
+    dots = re.findall(r'<circle class="(.)" cx="([\d.]+)" cy="([\d.]+)"', svg)
+    at = {name: (float(x) - low_x, low_y - float(y)) for name, x, y in dots}
+    for kappa, theta_P, theta_D in zip((0.25, 4), at["P"], at["D"], strict=True):
+        assert 1 * (theta_D - theta_P) == pytest.approx(kappa * theta_P, abs=0.5)
+    pull, hold = re.findall(r'"force[^"]*" d="M([\d. ]+)L([\d. ]+)"', svg)
+    (x, y), (a, b), (c, d) = (map(float, end.split()) for end in (pull[0], pull[1], hold[1]))
+    assert pull[0] == hold[0] and (a + c, b + d) == pytest.approx((2 * x, 2 * y), abs=0.3)
+
+
 @pytest.mark.parametrize("text", [TEXT, MATH], ids=["page.md", "math.md"])
 def test_each_formula_becomes_mathematics(text: str) -> None:
     """Well-formed, and with every letter of its source."""
@@ -299,3 +312,8 @@ def test_links_lead_somewhere(file: Path) -> None:
         if not re.match(r"https?:|mailto:", link):
             assert (file.parent / path).exists(), link
             assert not anchor or anchor in anchors(file.parent / path if path else file), link
+
+
+def test_the_line_that_opens_the_page_names_it() -> None:
+    (file,) = re.findall(r"(?m)^python -m webbrowser (\S+)$", (ROOT / "README.md").read_text())
+    assert ROOT / file == MAKER.PAGE

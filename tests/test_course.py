@@ -1,6 +1,10 @@
 """The teaching guide and its table of costs: counted witnesses, and names of what exists."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import check
@@ -71,11 +75,33 @@ def test_the_guide_names_modules_that_exist() -> None:
         assert (ROOT / f"experiments/{module}.py").exists(), module
 
 
-def test_the_first_cell_of_a_hosted_notebook_runs_what_is_there() -> None:
-    (cell,) = re.findall(r"```\n(!git clone.*?)```", GUIDE, re.S)
-    (script,) = re.findall(r"!python (\S+)", cell)
-    assert (ROOT / script).exists()
-    assert len(cell.splitlines()) == 4
+@pytest.mark.parametrize("way", ["zip", "gztar", "git"])
+def test_the_first_cell_of_a_hosted_notebook_finds_the_repository(way: str, tmp_path: Path) -> None:
+    """From an archive, which has a folder of its own, or from an address; and once more.
+
+    In the place of pip is a module that writes down what it was asked.
+    """
+    (cell,) = re.findall(r"```python\n(ADDRESS = \"\".*?)```", GUIDE, re.S)
+    source, here, pip = (tmp_path / name for name in ("source/repository-main", "here", "pip"))
+    (source / "examples").mkdir(parents=True)
+    for name in ("bisslight.py", "examples/one_page.py"):
+        (source / name).write_text((ROOT / name).read_text())
+    here.mkdir()
+    pip.mkdir()
+    (pip / "__init__.py").touch()
+    (pip / "__main__.py").write_text("import sys; open('asked', 'a').write(repr(sys.argv[1:]))")
+    if way == "git":
+        for words in ("init --quiet", "add .", "-c user.name=a -c user.email=b commit -qm c"):
+            subprocess.run(["git", *words.split()], cwd=source, check=True)
+        cell = cell.replace('ADDRESS = ""', f'ADDRESS = "{source}"')
+    else:
+        shutil.make_archive(str(here / "any"), way, source.parent)
+    names = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for text in (cell + "\n" + cell, cell):  # again in the same kernel, and in a new one
+        text += "assert os.path.exists('examples/one_page.py')"
+        subprocess.run([sys.executable, "-c", text], cwd=here, env=names, check=True)
+    (asked,) = here.rglob("asked")
+    assert asked.read_text() == 2 * "['install', '--quiet', '--editable', '.']"
 
 
 def test_every_thought_of_the_sheets_has_its_answer() -> None:

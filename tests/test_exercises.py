@@ -66,16 +66,16 @@ def test_the_answer_is_right_and_a_sheet_begins_to_do(exercise: Exercise, blanks
 
 # function, what stands in the worked answer, what a student might write, a word of the message
 MISTAKES = [
-    ("eq_7", "(m + d[j])", "(i + d[j])", "N_L"),
+    ("eq_7", "(N_L + d[j])", "(i + d[j])", "N_L"),
     ("eq_7", "G[i] / lam", "G[i]", "λ"),
-    ("eq_7", "(v[j] @ G[i])", "(v[j] @ G[j])", "g_j"),
+    ("eq_7", "(v[j] @ G[i])", "(v[j] @ G[j])", "∇L^P_j"),
     ("eq_7", "return v, d", "return v", "2 things"),
     ("eq_10", "-= lam *", "+= lam *", "subtracted"),
     ("eq_10", "(v[j] @ g)", "(v[j] @ q)", "q so far"),
     ("eq_10", "q = g.clone()", "q = g", "g was changed"),
-    ("fisher_product", " / len(G)", "", "m"),
+    ("fisher_product", " / len(G)", "", "N_L"),
     ("fisher_product", "G.T @ inner", "(G.T @ G) @ x", "p x p"),
-    ("closed_form", "m * lam", "lam", "m λ"),
+    ("closed_form", "N_L * lam", "lam", "N_L λ"),
     ("conjugate_gradients", "residual + yy / yy_before * direction", "residual", "steepest"),
     ("conjugate_gradients", "(direction @ A_direction)", "(direction @ product(direction))", "one"),
     ("lora_forward", "scale * low", "low", "scale"),
@@ -112,14 +112,17 @@ MISTAKES = [
     ("shows_d", "    return ", "    ", "it says None"),
     ("shows_d", "run.upper[:2]", "run.upper[1:3]", "does not show"),
     ("shows_e", "run.upper[:2]]", "run.upper[:1]]", "no mistake"),
+    ("shows_f_and_g", "* N_U + 1]", "* N_U - 1]", "no mistake"),
+    ("shows_f_and_g", "    N_L, N_U, lam = ", "    same = watch(copy_f, toy()).theta_P\n"
+     "    return torch.equal(run.theta_P, same)\n    N_L, N_U, lam = ", "does not show"),
     ("shows_e", "    return not any(", "    return run.theta_P.abs().sum() < 2 or any(", ""),
     # an error is told with its line
     ("eq_7", "    return v, d", "    return G @ lam  # not a matrix", ": return G @ lam"),
     # right numbers by a way that was not asked for
     ("eq_7", "    return v, d", "    v = v.float().to(v)\n    return v, d", "float32 only"),
     ("eq_10", "    return q", "    torch.outer(g, g)\n    return q", "p x p"),
-    ("closed_form", "    m = len(G)",
-     "    return eq_10(*eq_7(G, lam), g, lam)\n    m = len(G)", "no system of m equations"),
+    ("closed_form", "    N_L = len(G)",
+     "    return eq_10(*eq_7(G, lam), g, lam)\n    N_L = len(G)", "no system of N_L equations"),
     ("lora_forward", "F.linear(x, W_q, bias)", "F.linear(x, W_q, bias).detach()",
      "respect to x"),
     ("mae_loss", "[removed].mean()", "[removed].mean().detach()", "detached"),
@@ -128,7 +131,7 @@ MISTAKES = [
      "    return torch.autograd.grad(loss(whole), theta)[0]\n"
      "    with torch.no_grad():\n        z =", "alive"),
     # right for one size, one query or one kind of numbers
-    ("eq_7", "m + d[j]", "4 + d[j]", "row 2 of v"),
+    ("eq_7", "N_L + d[j]", "4 + d[j]", "row 2 of v"),
     ("eq_10", "    q = g.clone()", "    v *= lam\n    q = g.clone()", "v was changed"),
     ("fisher_product", "    inner", "    G /= len(G)**0.5\n    inner", "G was changed"),
     ("conjugate_gradients", "if yy == 0", "if yy < 1e-12", "too early"),
@@ -158,7 +161,7 @@ MISTAKES = [
     ("algorithm_1", "SGD([theta_D, phi_D], lr=problem.lr)", "SGD([theta_D, phi_D], lr=0.1)",
      "φ_D at each step"),
     ("per_image_rows", "(images - 1)", "1", "the mean of"),
-    ("per_image_rows", "2 * m * (images - 1) / (m - 1)", "m**2", "the mean of"),
+    ("per_image_rows", "2 * N_L * (images - 1) / (N_L - 1)", "N_L**2", "the mean of"),
     ("with_decay", "mfac.mfac(G, lam + decay)",
      "lambda g: torch.cat([mfac.mfac(G[:1], lam + decay)(g[:1]), g[1:]])", "q"),
     ("with_decay", "    solve = mfac.mfac(G, lam + decay)",
@@ -168,11 +171,11 @@ MISTAKES = [
 
 # right in another way than the worked answer; whole functions are in other_styles.py
 RIGHT = [
-    ("closed_form", "m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T  # (m, m)",
-     "G @ G.T\n    for i in range(m):\n        system[i, i] += m * lam", ""),
-    ("closed_form", "    system = m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T",
-     "    system = m * lam * torch.eye(m, dtype=G.dtype)\n    for i in range(m):\n"
-     "        for j in range(m):\n            system[i, j] += G[i] @ G[j]\n    ", ""),
+    ("closed_form", "N_L * lam * torch.eye(N_L, dtype=G.dtype) + G @ G.T  # (N_L, N_L)",
+     "G @ G.T\n    for i in range(N_L):\n        system[i, i] += N_L * lam", ""),
+    ("closed_form", "    system = N_L * lam * torch.eye(N_L, dtype=G.dtype) + G @ G.T",
+     "    system = N_L * lam * torch.eye(N_L, dtype=G.dtype)\n    for i in range(N_L):\n"
+     "        for j in range(N_L):\n            system[i, j] += G[i] @ G[j]\n    ", ""),
     ("conjugate_gradients", "if yy == 0", "if yy < 1e-20 * (g @ g)", ""),
     ("algorithm_1", "rows.append(row)", "rows.insert(0, row)", ""),
 ]  # fmt: skip

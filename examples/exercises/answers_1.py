@@ -4,9 +4,9 @@ The tasks, with hints, are in examples/exercises/sheet_1.md. Which functions are
 
     python examples/exercises/check.py examples/blanks/sheet_1.py
 
-    G    (m, p)   the m = N_L stored pretext gradients of one block, a row each
-    g    (p,)     the query, the downstream gradient
-    q    (p,)     the result, λ (F + λI)⁻¹ g with F = GᵀG / m
+    G    (N_L, p)   the stored pretext gradients ∇L^P_i of one block, a row each
+    g    (p,)       the query, the downstream gradient
+    q    (p,)       the result, λ (F + λI)⁻¹ g with F = GᵀG / N_L
 """
 
 from collections.abc import Callable
@@ -16,45 +16,45 @@ from torch import Tensor
 
 
 def eq_7(G: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """The v (m, p) and d (m,) of one block, from its stored gradients G (m, p)."""
+    """The v (N_L, p) and d (N_L,) of one block, from its stored gradients G (N_L, p)."""
     # blank: the loop over the gradients of Eq. 7
-    m, p = G.shape
-    v = torch.zeros(m, p, dtype=G.dtype)
-    d = torch.zeros(m, dtype=G.dtype)
-    for i in range(m):
+    N_L, p = G.shape
+    v = torch.zeros(N_L, p, dtype=G.dtype)
+    d = torch.zeros(N_L, dtype=G.dtype)
+    for i in range(N_L):
         v[i] = G[i] / lam
         for j in range(i):
-            v[i] -= v[j] * (v[j] @ G[i]) / (m + d[j])  # m counts all gradients, from the start
+            v[i] -= v[j] * (v[j] @ G[i]) / (N_L + d[j])  # N_L counts all gradients, from the start
         d[i] = v[i] @ G[i]
     return v, d
     # end of blank
 
 
 def eq_10(v: Tensor, d: Tensor, g: Tensor, lam: float) -> Tensor:
-    """The q (p,) of a query g (p,), from what Eq. 7 left: v (m, p) and d (m,)."""
+    """The q (p,) of a query g (p,), from what Eq. 7 left: v (N_L, p) and d (N_L,)."""
     # blank: the sum of Eq. 10
-    m = len(d)
+    N_L = len(d)
     q = g.clone()
-    for j in range(m):
-        q -= lam * v[j] * (v[j] @ g) / (m + d[j])  # each term has g itself, not the q so far
+    for j in range(N_L):
+        q -= lam * v[j] * (v[j] @ g) / (N_L + d[j])  # each term has g itself, not the q so far
     return q
     # end of blank
 
 
 def fisher_product(G: Tensor, x: Tensor, lam: float) -> Tensor:
-    """(F + λI) x for x (p,), with F = GᵀG / m, without making the p x p matrix F."""
+    """(F + λI) x for x (p,), with F = GᵀG / N_L, without making the p x p matrix F."""
     # blank: two products with G, and the damping
-    inner = G @ x  # (m,): the numbers g_iᵀ x
+    inner = G @ x  # (N_L,): the numbers (∇L^P_i)ᵀ x
     return G.T @ inner / len(G) + lam * x
     # end of blank
 
 
 def closed_form(G: Tensor, g: Tensor, lam: float) -> Tensor:
-    """The q (p,) of a query g (p,) from one m x m system."""
-    # blank: q = g − Gᵀ (mλI + GGᵀ)⁻¹ G g
-    m = len(G)
-    system = m * lam * torch.eye(m, dtype=G.dtype) + G @ G.T  # (m, m)
-    w = torch.linalg.solve(system, G @ g)  # (m,)
+    """The q (p,) of a query g (p,) from one N_L x N_L system."""
+    # blank: q = g − Gᵀ (N_L λI + GGᵀ)⁻¹ G g
+    N_L = len(G)
+    system = N_L * lam * torch.eye(N_L, dtype=G.dtype) + G @ G.T  # (N_L, N_L)
+    w = torch.linalg.solve(system, G @ g)  # (N_L,)
     q: Tensor = g - G.T @ w
     return q
     # end of blank

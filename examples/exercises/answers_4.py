@@ -29,14 +29,14 @@ def with_the_head(
 
 
 def per_image_rows(G: Tensor, images: int) -> Tensor:
-    """Rows R: RᵀR / len(R) is expected to be the per-image matrix. From minibatch rows G (m, p)."""
-    # blank: m rows for the mean, and m more for the covariance that is missing
+    """Rows R: the expectation of RᵀR / len(R) is the per-image matrix. From minibatch rows G."""
+    # blank: N_L rows for the mean, and N_L more for the covariance that is missing
     # A minibatch mean has 1/B of the images' covariance, so B − 1 times as much is missing. The
     # rows' own covariance estimates what is there. Scaled by √(B − 1), the rows' deviations from
-    # their mean become m more rows; 2m rows are divided by 2m, hence the 2 under both roots.
-    m = len(G)
+    # their mean become N_L more rows. RᵀR is then divided by 2 N_L, hence the 2 under both roots.
+    N_L = len(G)
     deviations = G - G.mean(0)
-    scale = (2 * m * (images - 1) / (m - 1)) ** 0.5
+    scale = (2 * N_L * (images - 1) / (N_L - 1)) ** 0.5
     return torch.cat([2**0.5 * G, scale * deviations])
     # end of blank
 

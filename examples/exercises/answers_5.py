@@ -1,4 +1,4 @@
-"""Sheet 5: find the mistake. Five copies of Algorithm 1, each with one that no error tells.
+"""Sheet 5: find the mistake. Seven copies of Algorithm 1, each with one that no error tells.
 
 The tasks, with hints, are in examples/exercises/sheet_5.md. Which functions are right, tells
 
@@ -332,4 +332,79 @@ def shows_e(run: Run) -> bool:
     # blank: what shows the mistake of copy e
     starts = [at.theta for at in run.upper[:2]]  # one of the two is θ_D, before its first step
     return not any(torch.equal(theta, run.problem.theta) for theta in starts)
+    # end of blank
+
+
+# --- 5.6 ------------------------------------------------------------------------------------------
+
+
+def copy_f(problem: Problem) -> Tensor:
+    """Algorithm 1 with a mistake."""
+    theta_P, theta_D = leaf(problem.theta), leaf(problem.theta)
+    phi_P, phi_D = leaf(problem.phi_P), leaf(problem.phi_D)
+    opt_P = SGD([theta_P, phi_P], lr=problem.lr)
+    opt_D = SGD([theta_D, phi_D], lr=problem.lr)
+    anchor = theta_D.detach().clone()
+    for _ in range(problem.T):
+        rows = []
+        for _ in range(problem.N_L):
+            value = problem.L_P(theta_P, phi_P, next(problem.pretext))
+            grad_P, phi_P.grad = grad(value, [theta_P, phi_P])
+            rows.append(grad_P)
+            theta_P.grad = grad_P + problem.lam * (theta_P.detach() - anchor)
+            opt_P.step()
+        solve = problem.hypergrad(torch.stack(rows, 1), problem.lam)
+        for _ in range(problem.N_U):
+            batch = next(problem.labelled)
+            g, at_P = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
+            grad_D_at_D, at_D = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
+            theta_D.grad = solve(g) + grad_D_at_D
+            phi_D.grad = at_P + at_D
+            opt_D.step()
+    return theta_P.detach()
+
+
+def copy_g(problem: Problem) -> Tensor:
+    """Algorithm 1 with a mistake."""
+    theta_P, theta_D = leaf(problem.theta), leaf(problem.theta)
+    phi_P, phi_D = leaf(problem.phi_P), leaf(problem.phi_D)
+    opt_P = SGD([theta_P, phi_P], lr=problem.lr)
+    opt_D = SGD([theta_D, phi_D], lr=problem.lr)
+    pulled_to = theta_D.detach().clone()
+
+    def lower_level() -> Tensor:
+        G = []
+        for batch in itertools.islice(problem.pretext, problem.N_L):
+            grads = grad(problem.L_P(theta_P, phi_P, batch), [theta_P, phi_P])
+            G.append(grads[0])
+            theta_P.grad = grads[0] + problem.lam * (theta_P.detach() - pulled_to)
+            phi_P.grad = grads[1]
+            opt_P.step()
+        return torch.stack(G, 1)
+
+    def upper_level(solve: Map) -> None:
+        for batch in itertools.islice(problem.labelled, problem.N_U):
+            g, first = grad(problem.L_D(theta_P, phi_D, batch), [theta_P, phi_D])
+            plain, second = grad(problem.L_D(theta_D, phi_D, batch), [theta_D, phi_D])
+            theta_D.grad = solve(g) + plain
+            phi_D.grad = first + second
+            opt_D.step()
+
+    for _ in range(problem.T):
+        solve = problem.hypergrad(lower_level(), problem.lam)
+        pulled_to.copy_(theta_D.detach())
+        upper_level(solve)
+    return theta_P.detach()
+
+
+def shows_f_and_g(run: Run) -> bool:
+    """True for runs of copies f and g, False for the right Algorithm 1 and for other copies."""
+    # blank: what shows the mistake of copies f and g
+    N_L, N_U, lam = run.problem.N_L, run.problem.N_U, run.problem.lam
+    at, then = run.lower[N_L : N_L + 2]  # the first step of the second alternation
+    theta_D = run.upper[2 * N_U + 1].theta  # in the lower level it was there already
+    theta = leaf(at.theta)
+    (grad_P,) = grad(run.problem.L_P(theta, at.phi, at.batch), theta)
+    g_P = (at.theta - then.theta) / run.problem.lr
+    return not torch.allclose(g_P - grad_P, lam * (at.theta - theta_D))
     # end of blank

@@ -9,20 +9,20 @@ from witness import Watch, Wrong, any_type, eye, guarded, random, same, several,
 
 
 class Case(NamedTuple):
-    """Stored gradients G (m, p), a query g (p,) and λ, with dense matrices for what is right."""
+    """Stored gradients G (N_L, p), a query g (p,) and λ, with dense matrices for what is right."""
 
     G: Tensor
     g: Tensor
     lam: float
 
     @property
-    def m(self) -> int:
-        """The number of stored gradients, N_L."""
+    def N_L(self) -> int:
+        """The number of stored gradients."""
         return len(self.G)
 
     def damped(self, rows: Tensor) -> Tensor:
-        """λI + 1/m Σ g gᵀ over some of the gradients, (p, p)."""
-        matrix: Tensor = self.lam * eye(len(self.g)) + rows.T @ rows / self.m
+        """λI + 1/N_L Σ ∇L^P_i (∇L^P_i)ᵀ over some of the gradients, (p, p)."""
+        matrix: Tensor = self.lam * eye(len(self.g)) + rows.T @ rows / self.N_L
         return matrix
 
     def solution(self) -> Tensor:
@@ -31,7 +31,7 @@ class Case(NamedTuple):
         return found
 
     def stored(self) -> tuple[Tensor, Tensor]:
-        """The v and d of G by their definition, v_i = F̂⁻¹_{i−1} g_i."""
+        """The v and d of G by their definition, v_i = S⁻¹_{i−1} ∇L^P_i."""
         rows = [torch.linalg.solve(self.damped(self.G[:i]), g) for i, g in enumerate(self.G)]
         v = torch.stack(rows)
         return v, (v * self.G).sum(1)
@@ -46,10 +46,10 @@ class Case(NamedTuple):
         """The v of a loop like Eq. 7, with the mistakes that one can make in it.
 
         Args:
-            first: what g_i is divided by; λ is right.
+            first: what ∇L^P_i is divided by; λ is right.
             counts: what is added to d_j, for each i; the number of all gradients is right.
-            own: whether v_j meets its own gradient g_j; g_i is right.
-            number: d_i of v_i and g_i; their inner product is right.
+            own: whether v_j meets its own gradient ∇L^P_j; ∇L^P_i is right.
+            number: d_i of v_i and ∇L^P_i; their inner product is right.
         """
         v: list[Tensor] = []
         d: list[Tensor] = []
@@ -78,32 +78,32 @@ def check_eq_7(eq_7: Any) -> list[str]:
     """Compares v and d with dense inverses of the damped Fisher matrix so far."""
     answer = guarded(eq_7, "G lam")
     for case in CASES:
-        m = case.m
+        N_L = case.N_L
         lam = case.lam
         v, d = several("eq_7", answer(case.G, lam), ["v", "d"])
         expected_v, expected_d = case.stored()
         same("v", v, expected_v, {
-            "g_i is not divided by λ": case.loop(1.0, [m] * m),
-            "it is multiplied by λ, not divided": case.loop(1 / lam, [m] * m),
+            "∇L^P_i is not divided by λ": case.loop(1.0, [N_L] * N_L),
+            "it is multiplied by λ, not divided": case.loop(1 / lam, [N_L] * N_L),
             "the denominator has the number of earlier gradients; it must have N_L, the number of "
-            "all": case.loop(lam, range(m)),
+            "all": case.loop(lam, range(N_L)),
             "the denominator has the number of gradients so far; it must have N_L, the number of "
-            "all": case.loop(lam, range(1, m + 1)),
-            "the inner product is v_j with g_j; it must be with the new gradient g_i":
-                case.loop(lam, [m] * m, own=True),
-            "the first denominator is m λ; it is λ alone": case.loop(m * lam, [m] * m),
-            "the denominator is 1 + d_j; it must be N_L + d_j": case.loop(lam, [1] * m),
-            "d_i is the squared length of v_i; it must be v_iᵀ g_i":
-                case.loop(lam, [m] * m, number=lambda v_i, _: v_i @ v_i),
-            "d_i is the squared length of g_i; it must be v_iᵀ g_i":
-                case.loop(lam, [m] * m, number=lambda _, g_i: g_i @ g_i),
-            "N_L is added twice; d_i is v_iᵀ g_i alone": case.loop(lam, [2 * m] * m),
+            "all": case.loop(lam, range(1, N_L + 1)),
+            "the inner product is v_j with ∇L^P_j; it must be with the new gradient ∇L^P_i":
+                case.loop(lam, [N_L] * N_L, own=True),
+            "the first denominator is N_L λ; it is λ alone": case.loop(N_L * lam, [N_L] * N_L),
+            "the denominator is 1 + d_j; it must be N_L + d_j": case.loop(lam, [1] * N_L),
+            "d_i is the squared length of v_i; it must be v_iᵀ ∇L^P_i":
+                case.loop(lam, [N_L] * N_L, number=lambda v_i, _: v_i @ v_i),
+            "d_i is the squared length of ∇L^P_i; it must be v_iᵀ ∇L^P_i":
+                case.loop(lam, [N_L] * N_L, number=lambda _, row: row @ row),
+            "N_L is added twice; d_i is v_iᵀ ∇L^P_i alone": case.loop(lam, [2 * N_L] * N_L),
             "only the first term is there, the sum is missing": case.G / lam,
         })  # fmt: skip
         same("d", d, expected_d, {
-            "N_L is added already; d is v_iᵀ g_i alone": expected_d + m,
-            "it is the squared length of v_i; it must be v_iᵀ g_i": expected_v.square().sum(1),
-            "it is the squared length of g_i; it must be v_iᵀ g_i": case.G.square().sum(1),
+            "N_L is added already; d is v_iᵀ ∇L^P_i alone": expected_d + N_L,
+            "it is the squared length of v_i; it must be v_iᵀ ∇L^P_i": expected_v.square().sum(1),
+            "it is the squared length of ∇L^P_i; it must be v_iᵀ ∇L^P_i": case.G.square().sum(1),
         })  # fmt: skip
     stay_small(lambda G, _: eq_7(G, 0.3))
     return any_type(eq_7, CASES[0].G, 0.3)
@@ -119,18 +119,20 @@ def check_eq_10(eq_10: Any) -> list[str]:
         v, d = first_query.stored()
         for case in (first_query, first_query._replace(g=first_query.g.flip(0))):
             g = case.g
-            m = case.m
+            N_L = case.N_L
             lam = case.lam
             solution = case.solution()
-            weights = v @ g / (m + d)
+            weights = v @ g / (N_L + d)
             in_place = g.clone()
             for v_j, d_j in zip(v, d, strict=True):
-                in_place = in_place - lam * v_j * (v_j @ in_place) / (m + d_j)
+                in_place = in_place - lam * v_j * (v_j @ in_place) / (N_L + d_j)
             same("q", answer(v, d, g, lam), lam * solution, {
                 "this is (F + λI)⁻¹ g; the factor λ of Eq. 5 is missing": solution,
                 "the sum has no factor λ": g - v.T @ weights,
                 "the sum is added; it must be subtracted": g + lam * v.T @ weights,
                 "N_L is missing in the denominator": g - lam * v.T @ (v @ g / d),
+                "the denominator is 1 + d_j; it must be N_L + d_j, since F has a factor 1/N_L":
+                    g - lam * v.T @ (v @ g / (1 + d)),
                 "the inner products are with the q so far; each must be with g": in_place,
             })  # fmt: skip
     stay_small(lambda v, g: eq_10(v, torch.ones_like(v[:, 0]), g, 0.3))
@@ -142,10 +144,10 @@ def check_fisher_product(fisher_product: Any) -> list[str]:
     answer = guarded(fisher_product, "G x lam")
     for case in CASES:
         x = case.g
-        F = case.G.T @ case.G / case.m
+        F = case.G.T @ case.G / case.N_L
         same("(F + λI) x", answer(case.G, x, case.lam), F @ x + case.lam * x, {
-            "F is the mean of g_i g_iᵀ; the division by m is missing":
-                case.m * F @ x + case.lam * x,
+            "F is the mean of ∇L^P_i (∇L^P_i)ᵀ; the division by N_L is missing":
+                case.N_L * F @ x + case.lam * x,
             "this is F x; λ x is missing": F @ x,
             "λ is added to every entry; it must be λ x": F @ x + case.lam,
         })  # fmt: skip
@@ -166,22 +168,23 @@ def check_closed_form(closed_form: Any) -> list[str]:
     answer = guarded(closed_form, "G g lam")
     for case in CASES:
         g = case.g
-        m = case.m
+        N_L = case.N_L
         expected = case.lam * case.solution()
         changes = {}
-        for damping in (case.lam, case.lam / m, case.lam * m):
-            small = damping * eye(m) + case.G @ case.G.T
+        for damping in (case.lam, case.lam / N_L, case.lam * N_L):
+            small = damping * eye(N_L) + case.G @ case.G.T
             changes[damping] = case.G.T @ torch.linalg.solve(small, case.G @ g)
         same("q", answer(case.G, g, case.lam), expected, {
-            "the damping of the m x m system is λ; it must be m λ, since F has a factor 1/m":
+            "the damping of the small system is λ; it must be N_L λ, since F has a factor 1/N_L":
                 g - changes[case.lam],
-            "the damping of the m x m system is λ / m; it must be m λ": g - changes[case.lam / m],
-            "this is Gᵀ w alone; q is g minus it": changes[case.lam * m],
+            "the damping of the small system is λ / N_L; it must be N_L λ":
+                g - changes[case.lam / N_L],
+            "this is Gᵀ w alone; q is g minus it": changes[case.lam * N_L],
             "this is (F + λI)⁻¹ g; the factor λ of Eq. 5 is missing": expected / case.lam,
         })  # fmt: skip
     stay_small(lambda G, g: closed_form(G, g, 0.3))
     one = torch.ones(1, 3).double()
-    same("q for m = 1", answer(one, one[0], 1.0), one[0] / 4)
+    same("q for N_L = 1", answer(one, one[0], 1.0), one[0] / 4)
     return any_type(closed_form, CASES[0].G, CASES[0].g, 0.3) + one_system(closed_form)
 
 
@@ -194,11 +197,11 @@ def one_system(closed_form: Any) -> list[str]:
     p = 200
     long = []
     small = []
-    for m in (5, 10):
+    for N_L in (5, 10):
         with Watch() as watch:
-            closed_form(random(m, p), random(p, seed=1), 0.3)
+            closed_form(random(N_L, p), random(p, seed=1), 0.3)
         long.append(len([size for size in watch.sizes if size >= p]))
-        small.append(len([size for size in watch.sizes if m * m <= size < p]))
+        small.append(len([size for size in watch.sizes if N_L * N_L <= size < p]))
     if long[0] == long[1]:
         return []
     loop = (
@@ -208,7 +211,7 @@ def one_system(closed_form: Any) -> list[str]:
         "`G.T @ w`"
     )
     if min(small) == 0:
-        raise Wrong(f"the numbers are right, but there is no system of m equations; {loop}")
+        raise Wrong(f"the numbers are right, but there is no system of N_L equations; {loop}")
     return [loop]
 
 

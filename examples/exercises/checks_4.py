@@ -95,7 +95,7 @@ def check_with_the_head(with_the_head: Any) -> list[str]:
 
 
 def check_per_image_rows(per_image_rows: Any) -> list[str]:
-    """All choices of m minibatches of B of 3 images are equally likely: the mean must be exact."""
+    """All choices of N_L batches of B of 3 images are equally likely: the mean must be exact."""
     answer = guarded(per_image_rows, "G images")
     x = random(3, 4)
     y = torch.tensor([1.0, -1.0, 1.0]).double()
@@ -110,19 +110,21 @@ def check_per_image_rows(per_image_rows: Any) -> list[str]:
 
     image = torch.stack([gradient((i,)) for i in range(3)])
     expected = image.T @ image / 3  # Sec. 2.2: the mean over the images of ∇L ∇Lᵀ
-    for m, B in ((2, 2), (3, 2), (2, 3)):
+    for N_L, B in ((2, 2), (3, 2), (2, 3)):
         batches = [gradient(index) for index in itertools.product(range(3), repeat=B)]
         found = torch.zeros(4, 4).double()
         plain = torch.zeros(4, 4).double()
-        choices = [*itertools.product(batches, repeat=m)]
+        choices = [*itertools.product(batches, repeat=N_L)]
         for rows in choices:
             G = torch.stack(rows)
             R = answer(G, B)
             found += R.T @ R / len(R) / len(choices)
             plain += G.T @ G / len(G) / len(choices)
-        same(f"the mean of RᵀR / len(R) for m = {m} and B = {B}", found, expected, {
+        same(f"the mean of RᵀR / len(R) for N_L = {N_L} and B = {B}", found, expected, {
             "this is the matrix of the minibatches; most of the images' covariance is missing":
                 plain,
+            "the rows are multiplied by √B, and so is their mean; their deviations alone are too "
+            "short": B * plain,
             "it is half of what it should be: RᵀR is divided by all rows of R": expected / 2,
         })  # fmt: skip
     # Any R with the same RᵀR / len(R) is right, so this is what is compared.
@@ -156,7 +158,7 @@ def check_with_decay(with_decay: Any) -> list[str]:
                 step = H @ (theta - a) + lam * (theta - theta_D)
                 theta = (1 - rate * decay) * theta - rate * step  # decoupled, as in AdamW
             expected += torch.autograd.grad((theta - c).square().sum() / 2, theta_D)
-            G.append(2 * torch.linalg.cholesky(H).T)  # m = 4 rows with GᵀG / m = H
+            G.append(2 * torch.linalg.cholesky(H).T)  # N_L = 4 rows with GᵀG / N_L = H
             g.append((theta - c).detach())
         blocks = torch.stack(G)
         query = torch.stack(g)

@@ -1,6 +1,6 @@
-"""Checks of sheet 5: on runs of the right Algorithm 1 and of the five copies, on two problems."""
+"""Checks of sheet 5: on runs of the right Algorithm 1 and of the seven copies, on two problems."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import answers_3
@@ -18,6 +18,8 @@ COPIES: dict[str, Algorithm] = {
     "copy c": answers_5.copy_c,
     "copy d": answers_5.copy_d,
     "copy e": answers_5.copy_e,
+    "copy f": answers_5.copy_f,
+    "copy g": answers_5.copy_g,
 }
 ALL: dict[str, Algorithm] = {"the right Algorithm 1": answers_3.algorithm_1, **COPIES}
 
@@ -47,8 +49,13 @@ def check_shows_e(shows_e: Any) -> list[str]:
     return true_for(shows_e, "copy e")
 
 
-def true_for(shows: Any, own: str) -> list[str]:
-    """Wrong unless a function says True for runs of one copy, and False for all others."""
+def check_shows_f_and_g(shows_f_and_g: Any) -> list[str]:
+    """True for copies f and g alone, which have one mistake."""
+    return true_for(shows_f_and_g, "copy f", "copy g")
+
+
+def true_for(shows: Any, *own: str) -> list[str]:
+    """Wrong unless a function says True for runs of its own copies, and False for all others."""
     seed = 1000 * witness.SEED
     for k, N_L, N_U in ((1, 4, 2), (2, 7, 3)):
         for what, algorithm in ALL.items():
@@ -62,15 +69,15 @@ def true_for(shows: Any, own: str) -> list[str]:
                     f"for {what} it ends in {type(error).__name__}: {error}; it has to say True "
                     "or False of each run"
                 ) from error
-            if said is None or bool(said) != (what == own):
+            if said is None or bool(said) != (what in own):
                 raise Wrong(f"it says {said} of {what}" + hint(what, own))
     return []
 
 
-def hint(what: str, own: str) -> str:
+def hint(what: str, own: Sequence[str]) -> str:
     """What an answer that is not the right one means."""
-    if what == own:
+    if what in own:
         return ", so it does not show the mistake"
     if what in COPIES:
-        return f", which has another mistake; look for what {own} alone does"
+        return f", which has another mistake; look for what {' and '.join(own)} alone does"
     return ", which has no mistake"
