@@ -180,7 +180,7 @@ def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -
 
 
 def class_of(class_folder: Path) -> str:
-    """Return the class of a class folder: its name, with accents composed: some systems split them."""
+    """Return the class of a class folder: its name, in which accents are stored in one way."""
     return unicodedata.normalize("NFC", class_folder.name)
 
 
