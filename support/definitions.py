@@ -29,11 +29,11 @@ from support.errors import UsageError
 
 FORMAT = 7  # of config.json, checkpoints, results and adapters; other formats are not read
 Chain = Sequence[Record]
-# How images are found and split, and how many there are: digests say it, wherever they lie.
+# How images are found and split, and how many there are. Digests cover it, wherever images lie.
 FINDING = {"dataset", "data_seed", "split_file", "partial", "voc_difficult", "pool", "images"}
 # Settings that may change as a run goes on: places, and how to compute.
 MAY_CHANGE = COMPUTING | PLACES | FINDING | Machine.model_fields.keys()
-MAY_GROW = MAY_CHANGE | {"versions"}  # of a directory where no checkpoint is gone on with
+MAY_GROW = MAY_CHANGE | {"versions"}  # in a directory; a checkpoint's versions may not change
 OF_SEED = MAY_CHANGE | SEED_SETTINGS | {"start_sha256"}  # what differs between the seeds of an arm
 CONTENTS = {  # by digest: the setting that names what it is of
     "weights_sha256": "weights",
@@ -56,18 +56,20 @@ def check_format(said: Mapping[str, object], what: Path | str, remedy: str) -> N
 
 
 def what_defines(definition: Record, but_for: Set[str] = MAY_CHANGE) -> Record:
-    """Return what a definition fixes. The file of a pretext task of one's own may lie elsewhere."""
+    """Return a definition without `but_for`: what has to stay the same, or is compared."""
     fixed = {name: value for name, value in definition.items() if name not in but_for}
-    return fixed | {"pretext": without_path(fixed["pretext"])} if "pretext" in fixed else fixed
+    if "pretext" in fixed:  # the file of a pretext task of one's own may lie elsewhere
+        fixed["pretext"] = without_path(fixed["pretext"])
+    return fixed
 
 
 def tell_apart(
     chain: Chain, first: Chain, but_for: Set[str] = OF_SEED
 ) -> dict[str, tuple[str, str]]:
-    """Return in what two chains differ: by name, what the one says and what the first one says.
+    """Return in what two chains differ: by name, what `chain` says and what `first` says.
 
-    "start.lam" is a setting of the run that a run starts from. "start" are the commands of the
-    chains, where these are not the same; then only the runs up to there are compared.
+    "start.lam" is a setting of the run that a run starts from. "start" stands for the commands of
+    the chains, where these differ; then only the runs before that difference are compared.
 
     >>> direct, tuned = {"command": "finetune", "rank": 8}, {"command": "finetune", "rank": 64}
     >>> tell_apart([direct], [tuned, {"command": "align"}])
@@ -123,6 +125,7 @@ def explain(name: str) -> str:
     if name not in FIELDS:  # such as the versions
         return f"{name}{of_run}"
     text = " ".join((FIELDS[name].description or "").split())
+    # Sources stand behind it in brackets, such as [App. C.3].
     sentence = text.partition(". ")[0].partition(" [")[0].removesuffix(".")
     return f"{flag_of(name)}{of_run} ({sentence})"
 
@@ -132,7 +135,7 @@ def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) 
 
     Args:
         starts: the digest of the adapter that each run starts from; None: a fresh θ.
-        seeds: those of each of these adapters, its own and those of the runs before it.
+        seeds: for each of these adapters, the seeds of its run and of the runs before that.
 
     >>> find_repeated(["a", "b"], [[0], [0]])
     ['two starts have the same seed, 0']

@@ -104,16 +104,16 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
 
 
 def check_locks(lock: Path) -> None:
-    """Refuse (UsageError) a file system that has no locks which end with their process.
+    """Refuse (UsageError) a file system whose locks do not end with their process.
 
-    filelock would take a file for a lock there. A kill leaves that file, and from another machine
-    nobody can tell that its owner is dead, so the next one would wait for ever.
+    There, filelock would use the file itself as a lock. A kill leaves that file, and from another
+    machine nobody can tell that its owner is dead, so the next run would wait for ever.
     """
     if sys.platform == "win32":  # it has no flock, and its locks end with a process
         return
     with lock.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_UN)  # takes nothing away: this process has no lock there
+            fcntl.flock(file, fcntl.LOCK_UN)  # a mere trial: this process has no lock to lose
         except OSError as error:
             raise UsageError(
                 f"{lock}: its file system has no flock ({error.strerror}), so a run that is "

@@ -63,10 +63,10 @@ def find_images(root: Path) -> Found:
         except OSError as error:
             found.faults.append(f"{place}: cannot be read ({error.strerror}); see its permissions")
             continue
-        # In reverse order, since `to_enter` gives back last what was put on it first: where a
-        # folder has two names, the first one in order counts.
+        # `to_enter` gives back first what was put on it last. So folders are put on it in reverse,
+        # and entered in order: if a folder has two names, the first one in order counts.
         for path in reversed(paths):
-            # If it is a folder, or no file at all, reading it as an image will say so.
+            # A name like this may be that of a folder or of a broken link. Reading it will say so.
             if path.suffix.lower() in IMG_EXTENSIONS:
                 found.images.append(path)
             elif path.is_dir():
@@ -80,18 +80,18 @@ def find_images(root: Path) -> Found:
 
 
 def shown(place: Path) -> list[Path]:
-    """Return what is directly in a folder, but hidden or OF_SYSTEMS, by name. Raises OSError."""
+    """Return what is directly in a folder, except hidden or OF_SYSTEMS, by name. Raises OSError."""
     paths = [path for path in place.iterdir() if path.name not in OF_SYSTEMS]
     return sorted((path for path in paths if path.name[0] != "."), key=lambda path: path.name)
 
 
 def subfolders(place: Path) -> list[Path]:
-    """Return the folders directly in a folder, but hidden or OF_SYSTEMS, by name."""
+    """Return the folders directly in a folder, except hidden or OF_SYSTEMS, by name."""
     return [path for path in shown(place) if path.is_dir()]
 
 
 def has_images(place: Path) -> bool:
-    """Whether image files lie directly in a folder, by their names."""
+    """Whether image files lie directly in a folder, judged by their names."""
     return any(path.suffix.lower() in IMG_EXTENSIONS for path in shown(place))
 
 
@@ -166,7 +166,7 @@ class Listed(NamedTuple):
 def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -> Listed:
     """List the images in all class folders of the parts of `root`."""
     listed = Listed({}, count_beside({root, *parts.values()}), [])
-    if root not in parts.values():
+    if root not in parts.values():  # then folders beside the parts are no classes, but left out
         listed.left_out.update(count_in({*subfolders(root)} - {*parts.values()}))
     for part, place in parts.items():
         entries = listed.entries[part] = []
@@ -180,7 +180,7 @@ def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -
 
 
 def class_of(class_folder: Path) -> str:
-    """Return the class of a class folder: its name, whose accents may be stored in two ways."""
+    """Return the class of a class folder: its name, in which accents are stored in one way."""
     return unicodedata.normalize("NFC", class_folder.name)
 
 
@@ -194,10 +194,11 @@ def split_of(root: Path, entries: Entries) -> Split:
 def find_parts(root: Path) -> dict[str, Path]:
     """Return the folders of train, val and test by these names; without any, {"train": root}.
 
-    A folder that has one of the names in PARTS is a part if it holds class folders, else it is a
-    class. Raises ValueError for two parts of one meaning, for parts without train, for a train that
-    is the only part beside other folders, and where a link leads nowhere: each may be meant in two
-    ways.
+    A folder that has one of the names in PARTS is a part if it holds class folders; else it is a
+    class. If `are_classes` finds that all of them are classes, there are no parts.
+
+    Raises ValueError for two parts of one meaning, for parts without train, for a train that is the
+    only part beside other folders, and where a link leads nowhere: each may be meant in two ways.
     """
     check_links([root])
     parts: dict[str, Path] = {}
@@ -232,15 +233,16 @@ def list_beside(root: Path, parts: Mapping[str, Path]) -> list[str]:
 
 
 def holds_class_folders(place: Path) -> bool:
-    """Whether a folder holds several folders, or one and no images beside it."""
+    """Whether a folder holds class folders: several, or one and no images beside it."""
     n = len(subfolders(place))
     return n > 1 or (n == 1 and not has_images(place))
 
 
 def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
-    """Whether `parts` are classes that are only called so, as test/ beside control/.
+    """Whether `parts` are classes that only have the name of a part, as test/ beside control/.
 
-    So it is where train is not there, and what they hold is not called as the folders beside them.
+    They are if there is no train, and there are folders beside them, none of which has the name of
+    a folder inside them.
     """
     beside = {path.name for path in subfolders(root)} - {path.name for path in parts.values()}
     inside = {path.name for place in parts.values() for path in subfolders(place)}
@@ -248,7 +250,7 @@ def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
 
 
 def check_links(places: Iterable[Path]) -> None:
-    """Raise ValueError for links to nowhere directly in some folders: these may be classes."""
+    """Raise ValueError for links to nowhere directly in some folders: a link may be a class."""
     if lost := [path for place in places for path in shown(place) if leads_nowhere(path)]:
         raise ValueError("; ".join(map(say_nowhere, lost)))
 
@@ -256,7 +258,7 @@ def check_links(places: Iterable[Path]) -> None:
 def list_classes(parts: Mapping[str, Path]) -> list[str]:
     """Return the names of the class folders in all parts, sorted.
 
-    Raises ValueError where there are fewer than two, and where one holds nothing but parts.
+    Raises ValueError where there are fewer than two, and where a class holds nothing but parts.
     """
     folders = [path for place in parts.values() for path in subfolders(place)]
     classes = sorted({class_of(path) for path in folders})
@@ -276,8 +278,10 @@ def say_too_few(place: Path, classes: Sequence[str]) -> str:
     """Return that a folder of class folders has none or one, its `classes`, and what to do."""
     remedy = f"put the images into {place}/CLASS/"
     inside = place
+    # A folder inside a folder, such as what an archive was unpacked into; not for ever: a link may
+    # lead back.
     while len(subfolders(inside)) == 1 and len(inside.parts) < len(place.parts) + 5:
-        inside = subfolders(inside)[0]  # such as what an archive was unpacked into
+        inside = subfolders(inside)[0]
     if len(subfolders(inside)) > 1:
         remedy = f"the classes may be in {inside}: give that"
     elif not classes and not has_images(place):
@@ -298,7 +302,7 @@ def count_beside(places: Iterable[Path]) -> Counter[str]:
 
 
 def count_in(places: Iterable[Path]) -> Counter[str]:
-    """Return how many files lie in folders beside the parts, by ending: they are left out."""
+    """Return how many files lie in `places`, folders beside the parts, by ending."""
     left_out = Counter[str]()
     for place in places:
         images, others, _ = find_images(place)
@@ -315,7 +319,7 @@ def find_gaps(
     ]
     to_train_on = {label for _, label in entries["train"]}
     lacking = [name for label, name in enumerate(classes) if label not in to_train_on]
-    if lacking and entries["train"]:
+    if lacking and entries["train"]:  # an empty train has its fault already
         line = f"no image for train of class {', '.join(lacking)}"
         faults.append(say_no_image(line, left_out))
     return faults

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
@@ -32,13 +32,16 @@ from support.runs import READING, Track, untracked
 
 LOG = logging.getLogger("bisslight")
 Hashes = dict[str, list[str]]  # of the images of each split, by its name, in their order
-# Of a larger pool, SAMPLE files are read before the work: all of a million would take an hour.
+# A pool of more than MOST_READ files has SAMPLE of them read before the work: a million would take
+# an hour.
 MOST_READ = 20_000
 SAMPLE = 1_000
-MOST_SIZES = 100_000  # of how many files of a pool the size is asked: networks answer slowly
+MOST_SIZES = 100_000  # how many files of a pool are asked for their size: file servers are slow
 MOST_NAMED = 20  # classes that are named in a line
 READ_AT_ONCE = 200  # files handed to threads: after Ctrl-C, taking thousands back takes seconds
-LISTENING = Lock()  # of the thread that is in `overheard`
+# Words in the lines that libjpeg and libtiff write
+OF_DECODERS = rb"JPEG|JFIF|progression|Adobe|TIFF|LZW|tempfile|per pixel"
+LISTENING = Lock()  # held by the thread that is in `overheard`
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -66,7 +69,7 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
     Raises Stopped after a signal, but torchrun's processes stop later: they would wait for each
     other at each image.
     """
-    NOISY.difference_update(files)  # they may have been replaced since a run before this one
+    NOISY.difference_update(files)  # files that decoders warned of may have been replaced since
     looks: list[Look] = []
     with overheard() as said, ThreadPoolExecutor(8) as threads:  # decoders release Python's lock
         for look in track(look_at_each(files, threads), total=len(files), label=READING):
@@ -74,7 +77,7 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
                 stop_if_asked()
             looks.append(look)
     found = dict(zip(files, looks, strict=True))
-    if said:  # this is rare; files are read again, each alone, to learn which one it was said of
+    if said:  # this is rare; each file is read again alone, to learn which one is meant
         for file, look in found.items():
             if not look.fault:
                 warn_of(file)
@@ -84,7 +87,7 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
 def look_at_each(files: Sequence[Path], threads: ThreadPoolExecutor) -> Iterator[Look]:
     """Read image files to their end, and yield what was found in each."""
     # The first file alone: in a process that was forked, torch sets its own threads up when one of
-    # ours calls it first, and it ends with an error where two do so at once.
+    # ours calls it first, and the process ends with an error where two do so at once.
     for file in files[:1]:
         yield threads.submit(look_at_file, file).result()
     for start in range(1, len(files), READ_AT_ONCE):
@@ -101,7 +104,7 @@ def check_readable(looks: Iterable[Look]) -> None:
 def overheard() -> Iterator[list[str]]:
     """Collect what decoders warn of inside the block, since they do not name the file.
 
-    The list that is yielded is filled when the block ends. Pillow warns by Python's means. libjpeg
+    The list that is yielded is filled when the block ends. Pillow uses Python's warnings. libjpeg
     writes to file descriptor 2, which leads into a file meanwhile; what others have written there
     is printed in the end, by sys.stderr, which puts it above a bar. All this belongs to the whole
     process, so one thread listens at a time, and none does while a network is trained.
@@ -123,7 +126,7 @@ def overheard() -> Iterator[list[str]]:
             said += [str(warning.message) for warning in caught]
             heard.seek(0)
             for line in heard:
-                if re.search(rb"JPEG|JFIF|progression|Adobe|TIFF|LZW|tempfile|per pixel", line):
+                if re.search(OF_DECODERS, line):
                     said.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
                 elif sys.stderr is not None:  # None where it was closed
                     sys.stderr.write(line.decode(errors="backslashreplace"))
@@ -154,7 +157,7 @@ def files_of(source: Task | Pool) -> list[Path]:
     """Return all image files of a task or pool, each once; images in memory have none."""
     parts = [source] if isinstance(source, Pool) else source.splits().values()
     files = [part.images for part in parts if not isinstance(part.images, Tensor)]
-    return list(dict.fromkeys(file for some in files for file in some))
+    return list(dict.fromkeys(chain.from_iterable(files)))
 
 
 def hash_images(task: Task, looks: Mapping[Path, Look]) -> Hashes:
@@ -163,7 +166,7 @@ def hash_images(task: Task, looks: Mapping[Path, Look]) -> Hashes:
     for name, split in task.splits().items():
         if isinstance(split.images, Tensor):
             hashes[name] = hash_pixels(split.images)
-        else:  # a damaged file has no hash; its path is no copy of another one's
+        else:  # a damaged file has no hash: its path stands for it, and equals no other one
             hashes[name] = [looks[file].sha256 or str(file) for file in split.images]
     return hashes
 
@@ -217,7 +220,7 @@ def name_image(split: Split, part: str, k: int) -> str:
 
 
 def find_copies(files: Mapping[Path, Look]) -> list[list[Path]]:
-    """Return the files that have the same bytes, two or more of them."""
+    """Return groups of two or more files that have the same bytes."""
     groups = defaultdict[str, list[Path]](list)
     for file, look in files.items():
         if not look.fault:
@@ -229,7 +232,7 @@ def find_copies(files: Mapping[Path, Look]) -> list[list[Path]]:
 
 
 def look_at_pool(pool: Pool, track: Track = untracked, but_for: Collection[Path] = ()) -> None:
-    """Log what a pool has, and read its files but for some, as those of a task that were read.
+    """Log what a pool has, and read its files, except `but_for`, which were read already.
 
     Of more than MOST_READ files, SAMPLE are read. Raises ImageError for damaged files.
     """
@@ -245,7 +248,7 @@ def digest_of_pool(pool: Pool) -> str:
     """Return the sha256 of mean, std, and the names and sizes of a pool's files, or its pixels.
 
     Names are paths below the folder that holds all images, so that the pool may be moved. Raises
-    ImageError for what is no file.
+    ImageError where a file is missing.
     """
     sha = hashlib.sha256()
     mean_and_std = [[float(x) for x in values] for values in (pool.mean, pool.std)]
@@ -254,7 +257,8 @@ def digest_of_pool(pool: Pool) -> str:
         sha.update("".join(hash_pixels(pool.images)).encode())
         return f"3:{sha.hexdigest()}"
     sha.update(names_of(pool.images))
-    sha.update(repr([size_of(file) for file in evenly_spaced(pool.images, MOST_SIZES)]).encode())
+    sizes = [size_of(file) for file in evenly_spaced(pool.images, MOST_SIZES)]
+    sha.update(repr(sizes).encode())
     return f"3:{sha.hexdigest()}"
 
 
@@ -303,7 +307,7 @@ def describe(source: Task | Pool) -> list[str]:
 
 
 def describe_counts(task: Task) -> str:
-    """Return how many images there are of each class, and in each split, of a task.
+    """Return how many images of a task there are in each class, and in each split.
 
     >>> import torch
     >>> split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
@@ -320,7 +324,10 @@ def describe_counts(task: Task) -> str:
         images = f"{sum(sizes.values())} images: {shorten(names)}"
         if len(counts) > MOST_NAMED:
             images += f" (from {min(counts)} to {max(counts)} a class)"
-    parts = [f"{part} {n}{' (drawn)' * (part in task.drawn)}" for part, n in sizes.items()]
+    parts = []
+    for part, n in sizes.items():
+        drawn = " (drawn)" if part in task.drawn else ""
+        parts.append(f"{part} {n}{drawn}")
     return f"{len(counts)} classes, {images}; {', '.join(parts)}"
 
 
@@ -348,7 +355,7 @@ def count_by_class(split: Split, classes: int) -> list[int]:
     >>> count_by_class(Split([], torch.tensor([0, 0, 2])), 3)
     [2, 0, 1]
     """
-    if split.targets.ndim == 2:  # an image may be of several
+    if split.targets.ndim == 2:  # an image may be of several classes, and 1 means yes
         return (split.targets == 1).sum(0).tolist()
     counts: list[int] = split.targets.bincount(minlength=classes).tolist()
     return counts

@@ -63,7 +63,8 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
 def find_start_files(place: Path) -> list[Path]:
     """Return the adapter files that --from names, in the order in which seeds take them.
 
-    Runs are in the order of their names, s2 before s10; in a finetune run, in that of its seeds.
+    Runs are in the order of their names, s2 before s10; in a finetune run, adapters are in the
+    order of its seeds.
     """
     return [file for run in find_runs(place) for file in find_adapters(run)]
 
@@ -89,7 +90,7 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) starts whose runs would count as independent, and are not."""
     for start in starts:
-        # The same seed gave a fine-tuning before the same head and the same batches.
+        # A fine-tuning before with the same seed has had the same head and the same batches.
         tuned = {one.seed for one in start.info.stages if one.stage == "finetune"}
         for seed in tuned.intersection(range(cfg.seed, cfg.seed + cfg.seeds)):
             raise UsageError(
@@ -118,10 +119,7 @@ def check_alike(starts: Sequence[Start]) -> None:
 
 
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
-    """Refuse (UsageError) adapters that do not fit the network, or are of other data.
-
-    The weights are looked at, too, see `check_weights`.
-    """
+    """Refuse (UsageError) adapters, and weights, that do not fit or were trained on other data."""
     check_weights(experiment)
     for file in sorted({start.file for start in starts if start.file}):  # one, or one a seed
         adapter = load_adapter(file)
@@ -152,7 +150,7 @@ def check_weights(experiment: Experiment[C]) -> None:
 def check_same_data(given: str, digests: Sequence[str], experiment: Experiment[C]) -> None:
     """Refuse (UsageError) a θ of other labelled data or splits, unless --other-data is given.
 
-    It may have been trained on test images of this run. `digests` are of the data that it was
+    Such a θ may have been trained on test images of this run. `digests` are of the data that it was
     trained on, and `given` is the flag that names it.
     """
     own = experiment.digests["data_sha256"]
@@ -170,8 +168,8 @@ def check_same_data(given: str, digests: Sequence[str], experiment: Experiment[C
 def seconds_until(file: Path | None) -> float | None:
     """CPU seconds of the run that made an adapter, and of the runs before it; None: unknown.
 
-    It is 0 without an adapter. The seconds of a finetune run, in which it also tried its rates, are
-    shared equally between its seeds.
+    It is 0 without an adapter. The seconds of a finetune run, which has also tried its rates, are
+    divided equally between its seeds.
     """
     if file is None:
         return 0.0
@@ -192,9 +190,9 @@ def seconds_until(file: Path | None) -> float | None:
 
 
 def is_of_trial(file: Path, result: Record) -> bool:
-    """Whether an adapter lies where a trial of a finetune run with this result has its own.
+    """Whether an adapter lies in the directory of a trial of the finetune run with this result.
 
-    An align run may lie inside the directory of a finetune run, too.
+    If not, it is of another run that lies inside the directory of that run.
     """
-    trials = [*result.get("trials", []), *result.get("tried", [])]
+    trials = [*result.get("trials", []), *result.get("tried", [])]  # tried: to choose the rate
     return file.parent.name in {f"lr{trial['lr']}-s{trial['seed']}" for trial in trials}

@@ -31,7 +31,7 @@ class Trial(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What it is called as it is shown, such as "lr 0.001 seed 0"."""
+        """Its name on the screen, such as "lr 0.001 seed 0"."""
         return f"lr {self.cfg.rate:g} seed {self.cfg.seed}"
 
     @property
@@ -43,9 +43,8 @@ class Trial(NamedTuple):
 def define(experiment: Tuning, start: Start) -> Record:
     """Return the definition of a finetune run: what all its trials have in common.
 
-    Later commands may add rates and seeds, so these are not in it. Where each seed starts from an
-    adapter of its own, `start` is that of the first seed; a trial's config.json has the digest of
-    its own.
+    Later commands may add rates and seeds, so these are not in it. `start` is that of the first
+    seed; each trial's config.json has the digest of the adapter that it starts from.
     """
     digests = experiment.digests | {"start_sha256": start.sha256}
     whole = define_run("finetune", experiment.cfg, digests)
@@ -58,7 +57,7 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     Raises UsageError where the directory is that of another run, or of something else, and where
     the processes of a group were given different runs.
     """
-    # Processes of one group have to agree on rates and seeds, too; the directory need not.
+    # Here with rates and seeds: the processes of a group have to agree on these, too.
     check_one_run(out, define_run("finetune", experiment.cfg, experiment.digests))
     definition = define(experiment, start)
     check_directory(out, definition)
@@ -87,17 +86,18 @@ def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
 
 
 def read_finished(out: Path) -> list[TrialResult]:
-    """Read the results of all trials in `out`, also of rates that have lost since."""
+    """Read the results of all trials in `out`, also of rates that were not chosen."""
     finished = []
     for file in sorted(out.glob("lr*-s*/result.json")):
         content = read_json(file)
-        if file.parent.name == f"lr{content.get('lr')}-s{content.get('seed')}":  # no backup of one
+        own_name = f"lr{content.get('lr')}-s{content.get('seed')}"
+        if file.parent.name == own_name:  # a copy of a trial has another name
             finished.append(TrialResult.model_validate(content))
     return finished
 
 
 def follow(track: Track, trials: Sequence[Trial], number: int) -> Track:
-    """Return a `Track` for the epochs of one trial, which also counts those of all trials.
+    """Return a `Track` for the epochs of one trial that also shows the epochs of all trials.
 
     Finished trials count with all of their epochs, and so do those that diverged.
 
@@ -106,7 +106,7 @@ def follow(track: Track, trials: Sequence[Trial], number: int) -> Track:
         trials: those that are planned so far, in their order.
         number: how many there will be; those of the best rate are planned once it is known.
     """
-    if number == 1:
+    if number == 1:  # both would show the same
         return track
     labels = [trial.label for trial in trials]
 
