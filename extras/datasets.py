@@ -60,20 +60,22 @@ def check(
     subset. `track` shows how far the reading of images is. Raises UsageError if there is no such
     data set.
     """
+    given = name
     with as_usage_error("data check"):
-        name, given = name_or_folder(name), name
+        name = name_or_folder(given)
     if as_pool and not name.startswith("folder:"):
         raise UsageError(f"--pool: is for a folder of images; {name} is checked as what it is")
     place = place_of(name, root)
-    is_handwriting = name.partition(":")[0] == "omniglot"  # a part of this program
+    is_handwriting = name.partition(":")[0] == "omniglot"  # this program has it, not a folder
     if not is_handwriting and not place.is_dir():
         raise UsageError(f"{name}: {say_no_folder(place)}")
-    is_task = not as_pool and name != "omniglot"
+    is_task = not as_pool and name != "omniglot"  # a task of it is called omniglot:ALPHABET
+    # folder:DIR says that it is a task; for a plain DIR, what it holds decides.
     if is_task and name.startswith("folder:") and not given.startswith("folder:"):
         is_task = looks_labelled(place)
     problems: list[str] = []
     source: Task | Pool | None = None
-    with collected(problems):
+    with collected(problems):  # it goes on with the images where opening is refused
         source = open_task(name, 0, root, partial=partial) if is_task else open_pool(name, root)
     return look_through(name, place, source, problems, track)
 
@@ -107,7 +109,7 @@ def look_through(
 
 
 def say_all(source: Task | Pool) -> list[str]:
-    """Return how a data set was understood, classes that a part lacks, and who divides patients."""
+    """Return how a data set was understood, classes that a part lacks, and how parts were drawn."""
     if isinstance(source, Pool):
         return describe(source)
     return describe(source) + find_lacking(source) + ([DIVIDE] if source.drawn else [])

@@ -65,7 +65,8 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
         return plan_pretrain(cfg, out)
     if cfg.start is None or cfg.start.exists():
         return plan_finetune(cfg, out)
-    without = cfg.model_copy(update={"start": None})  # its rates are those after align
+    # A plan without --from, but with the rates that are the default after align.
+    without = cfg.model_copy(update={"start": None})
     about_start = {"start": f"{cfg.start}, not here yet, so it is not looked at"}
     return about_start | plan_finetune(without, out) | {"unlike the paper": cfg.unlike_paper()}
 
@@ -74,7 +75,7 @@ def plan_align(cfg: AlignConfig, out: Path) -> Record:
     """Return what an `align` run will be."""
     experiment = open_experiment(cfg, load=load_what_is_here)
     prepare(experiment)  # only to see whether the settings fit
-    if is_here(experiment):
+    if is_here(experiment):  # without weights, their digest is not known
         check_directory(out, define("align", cfg, experiment.digests))
     lower, upper = count(cfg.lower_steps, "lower step"), count(cfg.upper_steps, "upper step")
     found = describe_experiment(experiment)
@@ -100,7 +101,8 @@ def reckon_align(
     cfg = experiment.cfg
     upper = seconds["upper step"]  # a step of the head alone takes no longer
     total = alternations * (cfg.lower_steps * seconds["lower step"] + cfg.upper_steps * upper)
-    total += 2 * math.ceil(alternations / cfg.eval_every) * seconds["validation"]
+    validations = math.ceil(alternations / cfg.eval_every)
+    total += 2 * validations * seconds["validation"]  # each scores θ_P and θ_D
     return total + probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper
 
 
@@ -109,7 +111,7 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
     starts = read_starts(cfg)
     experiment = open_experiment(cfg, load=load_what_is_here)
     check_batches(experiment, "--batch", cfg.batch)
-    if is_here(experiment):
+    if is_here(experiment):  # without weights, their digest is not known
         check_starts(starts, experiment)
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
@@ -141,7 +143,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
     steps = pretrain.steps_of_epoch(cfg, pool)
     found = {"device": str(device), "pool": describe(pool)} | describe_sizes(cfg.arch())
     found["length"] = f"{count(cfg.epochs, 'epoch')} of {count(steps, 'step')}"
-    done = count_records(out) * min(500, steps)
+    done = count_records(out) * min(500, steps)  # a record is of at most 500 steps of an epoch
     left = cfg.epochs * steps - done
     if left and is_quick(cfg.arch(), device):
         seconds = time_pretraining(cfg, pool, device)
@@ -153,7 +155,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
 
 
 def load_what_is_here(cfg: AlignConfig | FinetuneConfig, weights: Path | None) -> Pretrained:
-    """Load the networks as a run does; where their weights are not here, make them without."""
+    """Load the networks as a run does; make them without numbers if the weights are not here."""
     file = weights or find_timm(cfg.backbone)
     return load_backbone(cfg, weights) if file and file.exists() else empty_networks(cfg)
 
@@ -167,7 +169,8 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
     official = OFFICIAL_FILES.get((cfg.backbone, cfg.pretext))
     source = cfg.weights or official or f"timm's own, {repository_of(cfg.backbone)}"
     where = "here" if is_here(experiment) else "to be fetched"
-    size = SIZES.get((cfg.backbone, cfg.pretext), round(count_numbers(networks.backbone) * 4e-6))
+    megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
+    size = SIZES.get((cfg.backbone, cfg.pretext), megabytes)
     found["weights"] = f"{source}, {where}, about {size} MB"
     return found | describe_sizes(networks.arch)
 
@@ -175,7 +178,7 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
 def describe_sizes(arch: Arch) -> Record:
     """Return the sizes of the network and its images. Raises UsageError where they do not fit."""
     with torch.device("meta"):  # shapes alone, no numbers
-        build_head(arch, "mae")
+        build_head(arch, "mae")  # only to see whether its sizes fit
         millions = count_numbers(build_vit(arch)) / 1e6
     return {
         "network": f"{arch.depth} layers, width {arch.dim}, {millions:.1f} million numbers",
@@ -213,7 +216,7 @@ def as_text(found: Record) -> str:
     width = max(map(len, found))
     lines = []
     for name, value in found.items():
-        if isinstance(value, int):  # the size of a split, which the line of the images has, too
+        if isinstance(value, int):  # the size of a split, which the line "dataset" has, too
             continue
         if isinstance(value, dict):  # what is unlike the paper
             unlike = [
@@ -291,17 +294,26 @@ def time_finetune(experiment: Tuning) -> Seconds:
     theta.requires_grad_()
     opt = make_optimiser(cfg, [theta, *head.phi.values()], epoch_steps=1)
     steps = experiment.steps_of_epoch(cfg.batch)
-    firsts = range(0, 2 * steps, steps)  # the first steps of two epochs: the last have fewer images
-    examples = experiment.examples("peft", cfg.seed, cfg.batch, firsts, cfg.drop_path, True)
+    # The first steps of two epochs have whole batches; the last step of an epoch may have fewer
+    # images.
+    firsts = range(0, 2 * steps, steps)
+    examples = experiment.examples(
+        "peft", cfg.seed, cfg.batch, firsts, cfg.drop_path, by_epoch=True
+    )
     loss = partial(head.loss, theta, head.phi, drop_path=True)
-    records = train_epochs(loss, opt, examples, 1, "dry run", experiment.passes)
-    return {"training step": time_second(records), "validation": time_validation(experiment)}
+    each_step = train_epochs(
+        loss, opt, examples, steps_per_record=1, label="dry run", passes=experiment.passes
+    )
+    return {"training step": time_second(each_step), "validation": time_validation(experiment)}
 
 
 def time_pretraining(cfg: PretrainConfig, pool: Pool, device: torch.device) -> Seconds:
     """Return the seconds of a step of pretraining."""
     _, task, _, opt = pretrain.prepare(cfg, epoch_steps=1, device=device)
-    return {"training step": time_second(pretrain.train(cfg, task, pool, opt, range(2), 1, device))}
+    each_step = pretrain.train(
+        cfg, task, pool, opt, steps_left=range(2), record_steps=1, device=device
+    )
+    return {"training step": time_second(each_step)}
 
 
 def time_validation(experiment: Experiment[Any]) -> float:

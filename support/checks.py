@@ -30,7 +30,7 @@ def check_task(task: Task) -> None:
     if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
         raise ValueError("labels: of all splits one class an image, or of all several")
     if not task.uncut and size_in_memory(task.val) != size_in_memory(task.test):
-        # One that has the network's size is taken whole, others are cut, see `data.Images`.
+        # An image that has the network's size is taken whole, others are cut, see `data.Images`.
         raise ValueError("val and test: give their images in one size, or all of them as files")
 
 
@@ -116,7 +116,7 @@ def check_images(images: Stored, name: str) -> None:
 
 def check_pixels(images: Tensor, name: str) -> None:
     """Raise ValueError where a tensor is not (images, 3, height, width) of numbers from 0 to 1."""
-    if images.dtype != torch.float32:  # whole numbers from 0 to 255, or 0 and 1: who knows?
+    if images.dtype != torch.float32:  # whole numbers may go to 255, or to 1
         raise ValueError(
             f"{name}: images are {images.dtype}; give float32 from 0 to 1: images.float(), and of"
             " values up to 255 images.float() / 255"
@@ -163,9 +163,9 @@ def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
 def check_several(labels: Tensor, name: str, classes: Sequence[str]) -> None:
     """Raise ValueError where labels of images with several classes are not as `Split` says.
 
-    Tables of 0 and 1 are the likeliest case. Since 0 is "not counted" here, no answer could be
-    wrong, and the average precision of any network would be 100 %. That holds for a class that all
-    images of val or test have, too; training images are not scored.
+    The likeliest mistake is a table of 0 and 1. Since 0 is "not counted" here, no answer could be
+    wrong, and the average precision of any network would be 100 %. The same is true of a class that
+    all images of val or test have; training images are not scored.
     """
     if labels.shape[1:] != (len(classes),):
         raise ValueError(

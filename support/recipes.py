@@ -33,7 +33,7 @@ PAPER: Recipe = [
     ({"backbone": "timm:vit_large*"}, {"drop_path": 0.2}),
     ({"backbone": "timm:vit_huge*"}, {"drop_path": 0.2}),
     ({"pretext": "ijepa"}, IJEPA),
-    ({"start": "?*"}, {"lr": ALIGNED_RATES}),  # App. C.2; with --from, whatever it names
+    ({"start": "?*"}, {"lr": ALIGNED_RATES}),  # App. C.2; ?* is any text, so any --from
 ]
 OURS: Recipe = [
     ({"backbone": "vit_mini"}, MINI_RUN),
@@ -97,7 +97,7 @@ def defaults_of(kind: type[BaseModel], recipe: Recipe, given: Defaults) -> Defau
     found: Defaults = {}
     for patterns, values in recipe:
         matches = [
-            fnmatchcase(str(settings.get(name) or ""), pattern)  # None is no text
+            fnmatchcase(str(settings.get(name) or ""), pattern)  # None counts as an empty text
             for name, pattern in patterns.items()
         ]
         if all(matches):

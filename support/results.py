@@ -42,11 +42,11 @@ class AdapterInfo(BaseModel, frozen=True):
     definition: Record = {}
     # What the adapter that it started from says; AdapterInfo() if it started from a fresh θ.
     origin: "AdapterInfo | None" = None
-    # What others ask of it by name, of the same run
+    # The rest, of the same run, is what other modules read of it by name.
     arch: Record = {}  # sizes of the backbone, see `config.Arch`
     weights_sha256: Said = None  # of the backbone's checkpoint
     # Digests of the labelled data of this run and of all runs before it, see
-    # `support.looking.digest_of_task`; also of those whose θ is merged into the weights.
+    # `support.looking.digest_of_task`; also of runs whose θ is merged into the weights.
     trained_on: list[str] = []
     channels: Sequence[tuple[float, ...]] | None = None  # mean, std of its images
     whole_images: bool = False  # whether images are scored without cutting their edges off
@@ -69,12 +69,12 @@ class AdapterInfo(BaseModel, frozen=True):
 
     @property
     def chain(self) -> list[Record]:
-        """The definitions of these runs."""
+        """The definitions of the runs in `stages`."""
         return [one.definition | {"command": one.stage} for one in self.stages]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of these runs; [] where one is not known."""
+        """The seeds of the runs in `stages`; [] where one is not known."""
         seeds = [one.seed for one in self.stages if one.seed is not None]
         return seeds if len(seeds) == len(self.stages) else []
 
@@ -143,7 +143,7 @@ class FinetuneResult(RunResult, frozen=True):
 
 
 def read_result(run: Path) -> FinetuneResult:
-    """The result of a finished finetune run. Raises UsageError where it is missing or damaged."""
+    """Read the result of a finetune run. Raises UsageError where it is missing or damaged."""
     file = run / "result.json"
     remedy = "give a finished finetune run, or a folder of them"
     with as_read_error(str(file), remedy):
@@ -176,7 +176,8 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
     chains = [(trial.seed, *trial.start_seeds) for trial in trials]  # the last run first
     repeats = []
     for k, command in enumerate(reversed(commands)):
-        runs = {chain[k:] for chain in chains}  # a run is its seed and those of the runs before it
+        # Runs with the same seed, and with the same seeds before them, are one run.
+        runs = {chain[k:] for chain in chains}
         seeds = {chain[k] for chain in chains if len(chain) > k}
         repeats.append(Repeats(command, len(runs), len(seeds)))
     return repeats[::-1]
@@ -185,9 +186,9 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
 def seconds_before(trials: Sequence[TrialResult]) -> float | None:
     """Return the CPU seconds of the runs that trials start from, each counted once.
 
-    Returns None where those of a run are unknown.
+    Returns None where the seconds of a run are unknown.
     """
-    # By the digest of the adapter that a run has made: several trials may start from one.
+    # By the digest of the adapter that they start from: several trials may start from one.
     by_start = {trial.start_sha256: trial.start_cpu_seconds for trial in trials}
     known = [seconds for seconds in by_start.values() if seconds is not None]
     return sum(known) if len(known) == len(by_start) else None

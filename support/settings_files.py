@@ -13,7 +13,7 @@ Content = dict[str, Any]  # what a file has by name
 def read_settings(path: Path) -> Content:
     """Read settings from a TOML file, or from JSON such as a run's config.json.
 
-    What else a config.json says of its run is left out. Raises ValueError, as `read_table`.
+    What a config.json says beside settings is left out. Raises ValueError, as `read_table`.
     """
     no_settings = {"format", "command", "versions", "images"}
     return {
@@ -25,7 +25,7 @@ def read_settings(path: Path) -> Content:
 
 def read_table(path: Path) -> Content:
     """Read all that a TOML or JSON file has by name. Raises ValueError where it is no such file."""
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # to open a pipe would wait for its writer
         raise ValueError("there is no such file")
     text = path.read_text("utf-8-sig")  # Windows' editor writes a mark before the text
     content = json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
@@ -37,20 +37,20 @@ def read_table(path: Path) -> Content:
 def find_runs(path: Path) -> list[Path]:
     """Return [path] if this is a run, which has a config.json; else the runs in this directory.
 
-    Without any run in it, [path] again.
+    Returns [path], too, if there is no run in it.
     """
     if (path / "config.json").exists():
         return [path]
     runs = [file.parent for file in path.glob("*/config.json")]
-    # of s2 and s10, s2 is the shorter name
+    # By the length of their names, so that s2 comes before s10.
     return sorted(runs, key=lambda run: (len(run.name), run)) or [path]
 
 
 def read_run(run: Path) -> Content:
     """Read the config.json of the run that --from names.
 
-    Of an adapter file that is the run which it lies in, of a folder of runs the first one. Returns
-    {} for an adapter file without a run. Raises ValueError where there is no run, and for a
+    For an adapter file, it is the run that the file lies in; for a folder of runs, the first one.
+    Returns {} for an adapter file without a run. Raises ValueError where there is no run, and for a
     pretrain run, which has no adapter.
     """
     if not run.exists():

@@ -16,9 +16,9 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def find_near(place: Path, pattern: str = "*") -> Path | None:
-    """Return the path beside `place`, which does not exist, that is nearly called so, or None.
+    """Return a path beside `place` whose name is nearly that of `place`, which does not exist.
 
-    `pattern` is what it may be: "*/" for folders alone.
+    Returns None if there is none. `pattern` says what is looked at: "*/" for folders alone.
     """
     beside = [near.name for near in place.parent.glob(pattern)]
     names = get_close_matches(place.name, beside, n=1, cutoff=0.7)
@@ -26,6 +26,6 @@ def find_near(place: Path, pattern: str = "*") -> Path | None:
 
 
 def say_not_here(place: Path, remedy: str) -> str:
-    """Return a text: a path does not exist, and which one may be meant, or else the remedy."""
+    """Return a text: a path does not exist, and which path may be meant, or else the remedy."""
     near = find_near(place)
     return f"is not here; {remedy}" if near is None else f"is not here; is it {near}?"

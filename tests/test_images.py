@@ -144,7 +144,12 @@ DEEP = {
     "rgb.ppm": b"P6 2 2 65535\n" + 12 * b"\x0f\xf0",
     "grey.pgm": b"P5 2 2 65535\n" + 4 * b"\x0f\xf0",
     "camera.ppm": b"P6 2 2 4095\n" + 12 * b"\x0f\xf0",
+<<<<<<< HEAD
     "rgb.tif": tiff(),
+=======
+    "nine bits.ppm": b"P6 2 2 256\n" + 12 * b"\x00\xf0",
+    "rgb.tif": tiff(1), "planes.tif": tiff(2),
+>>>>>>> clear2
 }  # fmt: skip
 
 
@@ -171,6 +176,12 @@ def test_signed_numbers_are_refused(tmp_path: Path, sample_format: int, is_signe
 def test_a_ppm_file_is_scaled_by_its_own_white(tmp_path: Path) -> None:
     (tmp_path / "a.ppm").write_bytes(b"P6 1 1 100\n" + bytes([100, 50, 0]))
     assert read(tmp_path / "a.ppm")[0, 0].tolist() == [255, 128, 0]  # 127.5 is rounded up
+
+
+def test_a_wide_pcx_file_of_8_bits_is_read(tmp_path: Path) -> None:
+    """Pillow's layout of PCX ends in the bytes of a row, 1200, where that of PPM has white."""
+    Image.new("RGB", (400, 4), (1, 2, 3)).save(tmp_path / "a.pcx")
+    assert read(tmp_path / "a.pcx")[0, 0].tolist() == [1, 2, 3]
 
 
 def test_16_bits_for_three_channels_are_not_more_than_8_each(tmp_path: Path) -> None:
