@@ -31,6 +31,7 @@ PROGRAM = HERE.parent / "examples/one_page.py"
 TEXT = HERE / "page.md"
 PAGE = HERE / "index.html"
 HANDOUT = HERE / "handout.md"
+HANDOUT_PAGE = HERE / "handout.html"
 ABOUT = (
     "BiSSLight lets the labels of a small task steer the end of pretraining. "
     "One page explains the method, with a program of 200 lines that does all of it."
@@ -110,9 +111,10 @@ def show_image(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) ->
 
 
 def show_link(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
-    """A link; one to the page stays in it, any other file has the base address of all of them."""
+    """A link; page and handout lie side by side, any other file has the base address of all."""
     link = str(tokens[at].attrs["href"]).replace(f"{PAGE.name}#", "#")
-    if not re.match(r"https:|#", link):
+    link = link.replace(HANDOUT.name, HANDOUT_PAGE.name)
+    if not re.match(rf"https:|#|{HANDOUT_PAGE.name}$", link):
         link = FILES + posixpath.normpath(posixpath.join("docs", link))
     return f'<a href="{escape(link)}">'
 
@@ -286,7 +288,7 @@ def edition() -> str:
 def main() -> None:
     """Writes the page, and the handout."""
     PAGE.write_text(page(TEXT.read_text(), PROGRAM.read_text()))
-    HANDOUT.with_suffix(".html").write_text(handout(HANDOUT.read_text()))
+    HANDOUT_PAGE.write_text(handout(HANDOUT.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 // Makes valley.svg alive: θ_D can be dragged, λ and the images per stored gradient can be chosen.
 // docs/page.py puts this file into the page behind the picture. Without scripts the picture stays.
 (() => {
+  const { abs, hypot } = Math;
   const svg = document.getElementById("valley");
-  const kappa = [0.25, 4]; // curvatures of L^P along the valley, across it
+  const kappa = [.25, 4]; // curvatures of L^P along the valley, across it
   const aim = [-105, -70]; // L^D = |θ − aim|² / 2; 100 pixels are a unit
-  const names = { q: "q", g: "g", n: "0" }; // what a descent puts where q should be
+  const names = { q: "q", g: "g", n: 0 }; // what a descent puts where q should be
   svg.setAttribute("viewBox", "-240 -150 480 232");
   svg.removeAttribute("role"); // no longer an image: it has a handle
   svg.querySelector(".still").remove();
@@ -13,7 +14,7 @@
   svg.parentNode.insertAdjacentHTML("beforeend", "<div id=play>"
     + slider("spring λ", "id=lam min=-2 max=2 step=.1 value=0")
     + slider("images per stored gradient", "id=images max=8 value=0")
-    + Object.keys(names).map(k => `<button id=b${k}>descend with ${names[k]}</button> `).join("")
+    + [..."qgn"].map(k => `<button id=b${k}>descend with ${names[k]}</button> `).join("")
     + "<div id=says role=status></div></div>");
   const $ = id => document.getElementById(id);
   const set = (id, values) => { for (const k in values) $(id).setAttribute(k, values[k]); };
@@ -27,7 +28,7 @@
     const g = P.map((p, i) => p - aim[i]), d = D.map((x, i) => x - aim[i]);
     // λ (F + λI)⁻¹ g. Gradients of one image have F = H; the mean over some has F = H / images.
     const q = g.map((x, i) => lam / (kappa[i] / images + lam) * x);
-    return { lam, images, J, P, g, q, n: [0, 0], d, losses: [g, d].map(x => Math.hypot(...x) ** 2 / 2e4) };
+    return { lam, images, J, P, g, q, n: [0, 0], d, losses: [g, d].map(x => hypot(...x) ** 2 / 2e4) };
   }
   // Each word goes where it hides least of the others, of dots, arrows and trails.
   function place(spots, taken) {
@@ -37,9 +38,9 @@
       let best = Infinity, at;
       for (const r of radii) for (const up of radii) for (const a of [1, -1, 0]) for (const b of [-1, 1, 0]) {
         const box = [x + a * (r + w / 2), y + b * (up * .6 + h / 2), w / 2, h / 2];
-        let bad = r + up + 1e6 * (Math.abs(box[0]) + w / 2 > 238 || box[1] - h / 2 < -148 || box[1] + h / 2 > 80);
+        let bad = r + up + 1e6 * (abs(box[0]) + w / 2 > 238 || abs(box[1] + 34) + h / 2 > 114);
         for (const t of taken) {
-          const u = box[2] + t[2] - Math.abs(box[0] - t[0]), v = box[3] + t[3] - Math.abs(box[1] - t[1]);
+          const u = box[2] + t[2] - abs(box[0] - t[0]), v = box[3] + t[3] - abs(box[1] - t[1]);
           if (u > 0 && v > 0) bad += (50 + u * v) * (t[4] || 1); // a trail hides little
         }
         if (bad < best) best = bad, at = box;
@@ -49,33 +50,39 @@
     }
   }
   function draw() {
-    const s = state(), { P } = s, u = [D[0] - P[0], D[1] - P[1]], long = Math.hypot(...u) || 1;
+    const s = state(), { P } = s, u = [D[0] - P[0], D[1] - P[1]], long = hypot(...u) || 1;
     const coil = [...Array(25)].map((_, i) => {
       const side = i % 24 ? [0, 6, 0, -6][i % 4] / long : 0;
       return [P[0] + u[0] * i / 24 - side * u[1], P[1] + u[1] * i / 24 + side * u[0]].map(fix);
     });
     set("spring", { d: "M" + coil.join("L") });
-    const tip = { g: P.map((p, i) => p - .35 * s.g[i]), q: D.map((p, i) => p - .35 * s.q[i]) };
-    set("ag", { d: `M${P.map(fix)}L${tip.g.map(fix)}` });
-    set("aq", { d: `M${D.map(fix)}L${tip.q.map(fix)}` });
-    const spots = { D, P, g: tip.g, q: tip.q, aim, zero: [0, 0] }, dots = { cD: D, grip: D, cP: P, ca: aim, cz: [0, 0] };
+    // At rest the spring's force is the valley's, turned round; a long one is drawn shorter.
+    const f = P.map((p, i) => kappa[i] * p), short = Math.min(.35, 50 / hypot(...f));
+    const arrow = (at, v, by) => [at, at.map((x, i) => x + by * v[i])];
+    const arrows = { g: arrow(P, s.g, -.35), q: arrow(D, s.q, -.35), s: arrow(P, f, short), v: arrow(P, f, -short) };
+    const zero = [0, 0], spots = { D, P, aim, zero }, dots = { cD: D, grip: D, cP: P, ca: aim, cz: zero };
+    for (const k in arrows) {
+      const [at, to] = arrows[k];
+      set("a" + k, { d: `M${at.map(fix)}L${to.map(fix)}` });
+      show("t" + k, hypot(to[0] - at[0], to[1] - at[1]) > 5); // too short to be seen: no name
+      spots[k] = to;
+    }
     for (const k in names) {
       for (const id of ["te", "c", "p"]) show(id + k, ends[k]);
-      if (k != "n") show("t" + k, Math.hypot(...s[k]) > 15); // an arrow too short to be seen has no name
       if (ends[k]) spots["e" + k] = dots["c" + k] = ends[k].D, dots["p" + k] = ends[k].P;
     }
     for (const id in dots) set(id, { cx: fix(dots[id][0]), cy: fix(dots[id][1]) });
     const middle = (a, b, t) => [...a.map((x, i) => x + t * (b[i] - x)), 5, 5];
     place(Object.entries(spots), [...Object.values(dots).map(([x, y]) => [x, y, 7, 7]),
-      ...[.3, .6, .9].flatMap(t => [middle(P, tip.g, t), middle(D, tip.q, t), middle(P, D, t)]),
+      ...[.3, .6, .9].flatMap(t => [[P, D], ...Object.values(arrows)].map(([a, b]) => middle(a, b, t))),
       ...Object.values(trails).flat()]);
     tell("lam", +s.lam.toPrecision(2));
     tell("images", s.images);
-    const row = (name, x) => `<tr><th>${name}${[x?.[0], x?.[1], x && x[0] + x[1]].map(y => `<td>${y?.toFixed(3) ?? "–"}`).join("")}`;
+    const row = (name, x) => `<tr><th>${name}` + [x?.[0], x?.[1], x?.[0] + x?.[1]].map(y => "<td>" + (y >= 0 ? y.toFixed(3) : "–")).join("");
     $("says").innerHTML = `<p>The blue dot follows the ochre one by <b>${s.J[0].toFixed(2)}</b> along the valley,
-      <b>${s.J[1].toFixed(2)}</b> across. |q| is&nbsp;${(Math.hypot(...s.q) / Math.hypot(...s.g)).toFixed(2)}&nbsp;|g|.</p>
+      <b>${s.J[1].toFixed(2)}</b> across. |q| is&nbsp;${(hypot(...s.q) / hypot(...s.g)).toFixed(2)}&nbsp;|g|.</p>
       <table><tr><th>Loss of the labels<th>at θ<sub>P</sub>*, where fine-tuning starts<th>at θ<sub>D</sub><th>sum (Eq.&nbsp;3)`
-      + row("now", s.losses) + Object.keys(names).map(k => row("end with " + names[k], ends[k]?.losses)).join("") + "</table>";
+      + row("now", s.losses) + [..."qgn"].map(k => row("end with " + names[k], ends[k]?.losses)).join("");
     return s;
   }
   function tell(id, value) {
@@ -99,7 +106,7 @@
       D = D.map((x, i) => x - .15 * (s[by][i] + s.d[i]));
       set("w" + by, { d: trail += "L" + D.map(fix) });
       const [x, y] = points.at(-1) || [9e9, 0];
-      if (Math.hypot(D[0] - x, D[1] - y) > 9) points.push([...D, 4, 4, .1]);
+      if (hypot(D[0] - x, D[1] - y) > 9) points.push([...D, 4, 4, .1]);
       if (++steps < 100) return true;
       stop();
       ends[by] = { D, ...state() };

@@ -70,10 +70,9 @@ def test_nothing_on_the_page_is_announced() -> None:
     assert not re.search(r"\bbelow\b", before)
 
 
-def test_the_contents_have_eight_lines_and_lead_to_each_section() -> None:
+def test_the_contents_lead_to_each_section() -> None:
     contents = re.findall(r'<li><a href="#([^"]+)">', PAGE)
-    assert len(contents) == 8
-    assert contents == re.findall(r'<h2 id="([^"]+)">', PAGE)
+    assert contents and contents == re.findall(r'<h2 id="([^"]+)">', PAGE)
 
 
 def test_the_handout_has_each_line_of_algorithm_1_once_and_five_equations() -> None:
@@ -127,7 +126,7 @@ def test_the_page_loads_nothing_and_its_links_lead_somewhere(name: str) -> None:
     assert len({*ids}) == len(ids)
     for link in re.findall(r'href="([^"]+)"', page):
         path, _, anchor = link.partition("#")
-        if path.startswith(MAKER.FILES):
+        if path.startswith(MAKER.FILES) or path == MAKER.HANDOUT_PAGE.name:
             assert (DOCS / path).exists(), link
         else:
             assert link.startswith("https://") or anchor in ids, link
@@ -137,6 +136,12 @@ def test_a_link_to_the_page_itself_stays_on_it() -> None:
     """In page.md it leads to index.html, where the picture moves."""
     assert "](index.html#valley)" in TEXT
     assert 'href="#valley"' in PAGE and "index.html#" not in PAGE
+
+
+def test_the_handout_that_the_page_links_to_is_the_one_for_a_browser() -> None:
+    """It lies beside the page, here and where pages.yml publishes both."""
+    assert "](handout.md)" in TEXT
+    assert 'href="handout.html"' in PAGE and "handout.md" not in PAGE
 
 
 def test_who_shares_the_page_shares_a_picture_and_a_sentence() -> None:
@@ -175,14 +180,11 @@ def test_the_plots_have_the_figures_of_the_page() -> None:
 
 def test_the_costs_on_the_page_are_those_of_the_studies() -> None:
     """The page's table is of ViT-B."""
-    counted, timed, machines = (
-        (ROOT / f"experiments/{name}.md").read_text()
-        for name in ("cost", "time_and_memory", "machines")
+    counted, machines = (
+        (ROOT / f"experiments/{name}.md").read_text() for name in ("cost", "machines")
     )
     assert re.search(r"vit_b16 \| CG, 5 steps .* \| 156 % \|", counted)
     assert re.search(r"vit_b16 \| recursion .* \| 0\.001 % \|", counted)
-    assert "CG takes 14, 21 and 23 times as long" in timed
-    assert "takes [21 and 23 times](../experiments/time_and_memory.md)" in TEXT
     for row in (
         "| seconds | 1.85 |",
         "| peak memory, GB | 13.0 |",
@@ -194,9 +196,6 @@ def test_the_costs_on_the_page_are_those_of_the_studies() -> None:
         assert row in machines
     assert "| CG, 5 products | 156 | 26 | 67.9 |\n" in TEXT
     assert "| M-FAC | 0.001 | 1.85 | 13.0 |\n" in TEXT
-    assert "2.6 times the operations of M-FAC (ViT-B;" in counted
-    assert "takes 14 times as long as one with M-FAC" in TEXT
-    assert "has only 2.6 times the operations" in TEXT
 
 
 def test_h_of_vit_l_has_as_many_entries_as_the_page_says() -> None:
@@ -251,7 +250,7 @@ def test_six_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch
         row = " | ".join(f"{loss:.2f}" for loss in (*terms, sum(terms)))
         assert f"| ${name}$ | {row} |" in TEXT
     above = f"{sum(terms) - float(ran['best']):.2f}"
-    assert f"ends {above} above the minimum" in TEXT and f"q = 0 to {above}" in told
+    assert f"q = 0 to {above}" in told
 
 
 # --- the mathematics --------------------------------------------------------------------------

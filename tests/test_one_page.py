@@ -135,9 +135,8 @@ KAPPA, SHARE = 0.013, 28  # what M-FAC sees at most: κ / λ, and the share of |
 
 def test_page_and_picture_show_what_m_fac_sees() -> None:
     text = (ROOT / "docs/page.md").read_text()
-    assert f"It is at most ${KAPPA} \\lambda$ there." in text
-    assert f"at most {SHARE} %" in text
-    assert f"is at least {1 / (1 + KAPPA):.3f} in every direction" in text
+    assert f"at most ${KAPPA} \\lambda$" in text and f"at most {SHARE} %" in text
+    assert f"at least {1 / (1 + KAPPA):.3f} of $g$" in text
     assert f"κ up to {KAPPA} λ" in (ROOT / "docs/factors.svg").read_text()
 
 
@@ -163,7 +162,7 @@ def read_table(text: str) -> dict[int, list[float]]:
 def test_the_page_shows_the_figures_that_it_gives() -> None:
     text = (ROOT / "docs/page.md").read_text()
     assert read_table(text) == RECORDED
-    assert f"differed by up to four images, {SEEN} points" in text
+    assert f"by up to {SEEN}" in text
 
 
 @pytest.mark.slow

@@ -100,6 +100,19 @@ def test_the_dots_and_arrows_are_where_eq_4_and_eq_5_put_them(tmp_path: Path) ->
         np.testing.assert_allclose(arrow_q, [*START, *(START - 0.35 * q)], atol=0.006)
 
 
+def test_the_arrows_at_rest_are_the_spring_s_force_and_the_valley_s(tmp_path: Path) -> None:
+    """They end 0.35 of the force from θ_P*, and at most 50 pixels."""
+    script = f"""told({[float(np.log10(lam)) for lam, _ in STATES]}.map(log => {{
+      choose(log, 1); return [numbers("as"), numbers("av")];
+    }}));"""
+    for (lam, _), (spring, valley) in zip(STATES, browse(tmp_path, script), strict=True):
+        P = lam / (KAPPA + lam) * START
+        for found, force in ((spring, lam * (START - P)), (valley, -KAPPA * P)):
+            length = min(0.35 * float(np.linalg.norm(force)), 50.0)
+            wanted = P + length * force / np.linalg.norm(force)
+            np.testing.assert_allclose(found, [*P, *wanted], atol=0.02)
+
+
 def test_the_descents_end_at_the_losses_that_the_page_names(tmp_path: Path) -> None:
     """With q at the minimum of Eq. 3, with g or 0 where its wrong gradient is 0."""
     script = """for (const k of "qgn") $("b" + k).click();
@@ -314,10 +327,22 @@ def test_on_a_wide_screen_it_stays_beside_eq_5(tmp_path: Path) -> None:
     assert scrolled > 1000 and top >= 0 and bottom <= 900
 
 
-def test_the_handout_is_one_printed_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1440, 768])
+def test_it_stays_beside_the_text_that_asks_for_the_buttons(tmp_path: Path, width: int) -> None:
+    script = """const asks = [...document.querySelectorAll("strong")]
+      .find(x => x.textContent.startsWith("Does it matter"));
+    asks.scrollIntoView();
+    const r = $("valley").getBoundingClientRect(), b = $("bn").getBoundingClientRect();
+    told([scrollY, r.top, b.bottom]);"""
+    scrolled, top, bottom = browse(tmp_path, script, width)
+    assert scrolled > 1000 and top >= 0 and bottom <= 900
+
+
+@pytest.mark.parametrize(("name", "most"), [("index", 8), ("handout", 1)])
+def test_it_prints_on_few_sheets(name: str, most: int, tmp_path: Path) -> None:
     assert BROWSER
-    file = tmp_path / "handout.pdf"
+    file = tmp_path / "printed.pdf"
     flags = [*FLAGS, f"--user-data-dir={tmp_path / 'p'}"]
-    line = [BROWSER, *flags, f"--print-to-pdf={file}", f"file://{DOCS / 'handout.html'}"]
+    line = [BROWSER, *flags, f"--print-to-pdf={file}", f"file://{DOCS / name}.html"]
     subprocess.run(line, check=True, capture_output=True, timeout=120)
-    assert len(re.findall(rb"/Type\s*/Page\b", file.read_bytes())) == 1
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", file.read_bytes())) <= most
