@@ -442,6 +442,15 @@ def test_both_analyses_find_a_clear_win() -> None:
     assert "beyond these alphabets" in compare_analyses(simulate({"oracle-G": 9.0, "U": 6.0}))
 
 
+@pytest.mark.parametrize(("beyond", "word"), [(-0.01, "deaf"), (0.01, "heard")])
+def test_both_analyses_are_deaf_unless_the_interval_of_the_control_begins_above_2(
+    beyond: float, word: str
+) -> None:
+    at_0 = second.analyse([run._asdict() for run in simulate({})])["oracle-G", "0v"]
+    runs = simulate({"oracle-G": 2 + beyond - at_0.here.low})
+    assert word in compare_analyses(runs)
+
+
 def test_both_analyses_say_the_same_of_a_tie() -> None:
     """C is lost wherever U diverges, so that U − C may be 0 in all cells, without any spread."""
     runs = replaced(simulate({"oracle-G": 9.0}), arm="C", by="U")
