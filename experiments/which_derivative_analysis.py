@@ -142,7 +142,7 @@ def within(gains: dict[str, list[float]]) -> Difference:
     shares = sum(1 / len(values) for values in gains.values())
     error = (squares / freedom * shares) ** 0.5 / len(gains)
     half = float(student.ppf(0.975, freedom)) * error
-    p = 2 * float(student.sf(abs(mean) / error, freedom))
+    p = 2 * float(student.sf(abs(mean) / error, freedom)) if mean else 1.0  # 0 may have no error
     return Difference(mean, mean - half, mean + half, p)
 
 
