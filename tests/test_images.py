@@ -144,12 +144,8 @@ DEEP = {
     "rgb.ppm": b"P6 2 2 65535\n" + 12 * b"\x0f\xf0",
     "grey.pgm": b"P5 2 2 65535\n" + 4 * b"\x0f\xf0",
     "camera.ppm": b"P6 2 2 4095\n" + 12 * b"\x0f\xf0",
-<<<<<<< HEAD
-    "rgb.tif": tiff(),
-=======
     "nine bits.ppm": b"P6 2 2 256\n" + 12 * b"\x00\xf0",
-    "rgb.tif": tiff(1), "planes.tif": tiff(2),
->>>>>>> clear2
+    "rgb.tif": tiff(),
 }  # fmt: skip
 
 
