@@ -338,5 +338,9 @@ def test_an_exported_network_is_of_the_data_that_it_was_trained_on(vit: Any) -> 
         for align in (False, True):
             with pytest.raises(UsageError, match=r"^--(weights|backbone) \S+: .*--other-data"):
                 opened(given, other, align)
+    torch.save({}, "e/timm/backbone.pth")
+    Path("e/timm/model.safetensors").rename("e/timm/mine.safetensors")
+    with pytest.raises(UsageError, match="--other-data"):  # whatever its files are called
+        opened({"backbone": "timm:local-dir:e/timm"}, other)
     with pytest.raises(UsageError, match="--other-data"):  # its own images, but not those of e
         opened(by_file[1], few_quilts(0))
