@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -537,3 +538,15 @@ def test_the_second_analysis_knows_the_plan() -> None:
     assert (analysis.CONTROL,) == second.CONTROL
     assert (analysis.PRIMARY, analysis.SECONDARY) == (second.PRIMARY, second.SECONDARY)
     assert json.loads(json.dumps(plan.ALIGN)) == plan.ALIGN
+
+
+def test_the_first_order_gains_of_the_page_are_those_of_the_records() -> None:
+    folder = Path(plan.__file__).parent
+    page = (folder / "which_derivative.md").read_text()
+    gains = plan.read_gains(folder / "which_derivative" / plan.GAINS)
+    told = {row["arm"]: row["own steps"] for row in analysis.gain_rows(gains)}
+    for arm in ("N", "A", "C"):
+        figures = told[arm].replace("(", "times (", 1)
+        assert re.search(rf"{arm} {re.escape(figures)}", page)
+    low, high = told["U"][6:-1].split(" to ")
+    assert f"U {told['U'][:4]} times" in page and f"{low} and {high}" in page
