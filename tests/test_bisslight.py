@@ -332,3 +332,21 @@ def test_an_optimiser_takes_its_tensors_in_any_order_until_one_is_replaced() -> 
     close(torch.cat([norm[None], x, y]), torch.tensor([5.0, -0.6, -0.8]), 1e-6)
     with pytest.raises(ValueError, match="made for other tensors"):
         opt.update([x, y.detach().clone().requires_grad_()], [torch.ones(1), torch.ones(1)])
+
+
+class Few(NamedTuple):
+    """A batch of images alone."""
+
+    images: Tensor
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+def test_a_part_weighs_its_share_of_the_images_of_all_processes(
+    micro: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here another process has 3 images, and this one 5."""
+    monkeypatch.setattr(bisslight, "processes_share", lambda: True)
+    monkeypatch.setattr(bisslight, "sum_over_processes", lambda values: [values[0] + 3])
+    parts = bisslight.microbatches(Few(torch.zeros(5, 1)), micro, torch.device("cpu"))
+    assert [weight for _, weight in parts] == [len(part.images) / 8 for part, _ in parts]
+    assert sum(weight for _, weight in parts) == pytest.approx(5 / 8)

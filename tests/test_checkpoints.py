@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.checkpoints import (
     Pretrained,
     build_head,
     build_vit,
+    download,
     find_weights,
     load_backbone,
 )
@@ -228,3 +230,41 @@ def test_files_of_another_layout_are_refused(tmp_path: Path) -> None:
         save(content, tmp_path / name)
         with pytest.raises(UsageError, match=f"{name}.*{text}"):
             load(pretext=pretext, weights=tmp_path / name)
+
+
+def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypatch: Any) -> None:
+    fetched = []
+
+    def fetch(url: str, place: str, progress: bool) -> None:
+        fetched.append(url)
+        Path(place).write_text("all of it")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fetch)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: download("http://x/y.pth", tmp_path / "hub/y.pth"), range(4)))
+    assert fetched == ["http://x/y.pth"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Here it is below a file."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=rf"{tmp_path}/file/x\.pth.*TORCH_HOME"):
+        download("http://127.0.0.1:1/x.pth", tmp_path / "file/x.pth")
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_a_network_stays_as_it_was_read_where_its_file_is_written_anew(
+    tmp_path: Path, name: str
+) -> None:
+    """Its bytes become zeros in place, as where another program saves under the same name."""
+    path = tmp_path / name
+    state = official_layout("vit_mini")
+    if name == "w.pth":
+        torch.save({"model": state}, path)
+    else:
+        save_file(state, path)
+    vit = load(weights=path).backbone.vit
+    before = {key: tensor.clone() for key, tensor in vit.state_dict().items()}
+    with path.open("r+b") as opened:
+        opened.write(bytes(path.stat().st_size))
+    assert all(torch.equal(before[key], tensor) for key, tensor in vit.state_dict().items())

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -184,3 +184,17 @@ def test_damaged_files_of_a_task_are_all_named_and_of_a_large_pool_those_of_a_sa
     monkeypatch.setattr(looking, "MOST_READ", 11)
     monkeypatch.setattr(looking, "SAMPLE", 6)
     look_at_pool(pool)  # every second one: a/0, a/2, ...
+
+
+@pytest.mark.parametrize(
+    ("pool", "named"),
+    [
+        (torch.rand(2, 3, 8, 8), "pool: is a Tensor"),
+        (Pool(torch.zeros(2, 3, 8, 8)), "pool: all pixels are 0"),
+        (Pool(torch.rand(2, 3, 8, 8), mean=cast(Any, 0.5)), "three numbers"),
+        (Pool([Path("a.png"), Path("/b.png")]), "some paths are absolute"),
+    ],
+)
+def test_what_is_no_pool_is_refused_and_what_is_wrong_is_named(pool: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_pool(pool)

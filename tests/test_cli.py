@@ -37,6 +37,7 @@ from bisslight import Log
 from config import AlignConfig, FinetuneConfig, PretrainConfig
 from evaluate import say_next
 from support.progress import training
+from support.screen import print_line, showing
 
 OUTSIDE = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"]}
 
@@ -331,3 +332,75 @@ def test_a_wrong_input_gets_one_clear_line_and_changes_nothing(
     quiet = "" if line.split()[0] in ("export", "evaluate", "aling") else " --quiet"
     assert named in refusal(whole + quiet, code)
     assert contents(inputs) == before
+
+
+# --- the terminal, and what lies around ---------------------------------------------------------
+
+
+def test_another_package_named_as_one_of_our_modules_is_not_in_the_way(
+    runs: Path, tmp_path: Path
+) -> None:
+    """As Hugging Face's `evaluate` is, and a folder of PYTHONPATH may be."""
+    for name in ("evaluate", "data", "align", "config", "lora", "support", "extras"):
+        (tmp_path / "site" / name).mkdir(parents=True)
+        (tmp_path / "site" / name / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path / "site"), PROGRAM_PATH])
+    start = f"import sys; sys.path.append({str(cli.__file__).removesuffix('cli.py')!r}); import cli"
+    call = [
+        sys.executable,
+        "-P",
+        "-c",
+        f"{start}; sys.exit(cli.run(['evaluate', {f'{runs}/with'!r}]))",
+    ]
+    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    ended = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    assert (ended.returncode, "with" in ended.stdout) == (0, True), ended.stderr
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("kind", "silent"), [(Terminal, False), (Terminal, True), (io.StringIO, False)]
+)
+def test_a_terminal_shows_what_is_done_until_it_is_done(
+    kind: type[io.StringIO], silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that come meanwhile stand above it; a file or a pipe gets nothing but these."""
+    monkeypatch.setattr(sys, "stderr", stream := kind())
+    monkeypatch.setenv("TERM", "xterm")
+    with showing("loading torch", silent):
+        print_line("a warning", sys.stderr)
+        print_line("another", sys.stderr)
+    said = stream.getvalue()
+    if kind is Terminal and not silent:
+        before, _, after = said.partition("another")
+        assert "loading torch" in after and after.endswith("\x1b[2K")  # the line is erased
+        assert "a warning\n" in before
+    else:
+        assert said == "a warning\nanother\n"
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_where_ctrl_c_has_ended_the_program_that_reads_its_lines(
+    weights: Path,
+) -> None:
+    """As `tee`, in `bisslight align ... 2>&1 | tee log`: a terminal sends Ctrl-C to both."""
+    line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
+    program = [*PROGRAM, *line.format(weights=weights).split()]
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        program, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=OUTSIDE, preexec_fn=heard
+    ) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("align 1/100  pretext loss "):
+            assert process.poll() is None
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert Path("r/checkpoint.pt").exists()

@@ -1,5 +1,6 @@
 """Folders, splits, tasks of one's own, and the order and augmentation of batches."""
 
+import errno
 import hashlib
 import math
 import multiprocessing
@@ -20,6 +21,7 @@ from torchvision.datasets import ImageFolder
 
 import data
 from data import (
+    ImageError,
     Images,
     Pool,
     Split,
@@ -543,3 +545,29 @@ def test_a_file_of_a_kind_that_is_not_read_is_told_with_what_to_do(
     (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic" + bytes(12))
     with pytest.raises(data.ImageError, match=rf"{name}: cannot be read .*convert it to JPEG or"):
         data.read_image(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("processes", "workers"), [("1", 6), ("2", 3), ("10000", 1), ("0", 6), ("", 6)]
+)
+def test_processes_share_the_cores_that_they_may_use(
+    processes: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of a cluster may use some of the machine's."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {*range(6)}, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert data.count_workers() == workers
+
+
+def test_a_disk_that_has_gone_away_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "photo.png")
+
+    def gone(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", gone)
+    with pytest.raises(ImageError, match=r"photo\.png: .*Input/output error.*disk"):
+        data.read_image(tmp_path / "photo.png")

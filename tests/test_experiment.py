@@ -107,3 +107,32 @@ def test_another_default_type_of_a_script_is_refused_in_a_line(
             align(cfg, tmp_path / "a")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_one_thread_serves_the_smallest_network_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    small = FinetuneConfig(backbone="vit_mini", dataset="quilts", device="cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    experiment.set_up_device(small)
+    assert asked == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    experiment.set_up_device(small)
+    assert asked == [1]
+
+
+def test_a_device_without_numbers_is_refused() -> None:
+    with pytest.raises(UsageError, match="--device meta"):
+        experiment.set_up_device(
+            FinetuneConfig(backbone="vit_mini", dataset="quilts", device="meta")
+        )
+
+
+@pytest.mark.parametrize(("end_lr", "is_told"), [(1e-6, True), (0.0, False)])
+def test_a_rate_that_rises_to_the_end_of_its_cosine_is_told(
+    end_lr: float, is_told: bool, weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment.tell_low_rates(align_settings(weights, phi_p_lr=1e-12, end_lr=end_lr))
+    assert ("--phi-p-lr" in caplog.text) == is_told

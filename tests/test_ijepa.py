@@ -343,3 +343,18 @@ def test_the_official_sizes_have_the_known_numbers_of_tensors_and_parameters() -
     found = [[t.numel() for t in network.state_dict().values()] for network in networks]
     assert [(len(x), sum(x)) for x in found] == [(389, 630_762_240), (152, 22_377_728)]
     assert networks[1].predictor_blocks[0].attn.num_heads == 16
+
+
+def test_the_sizes_of_targets_and_context_are_drawn_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a uniform number of its own, so over many batches they are not correlated."""
+    uniforms: list[float] = []
+
+    def spy(uniform: float, *others: Any) -> tuple[int, int]:
+        uniforms.append(uniform)
+        return block_size(uniform, *others)
+
+    monkeypatch.setattr(ijepa, "block_size", spy)
+    for seed in range(200):
+        multiblock(EIGHT, 8, 1, rng(seed, "sizes"))
+    of_targets, of_contexts = torch.tensor(uniforms).view(200, 2).T
+    assert abs(float(torch.corrcoef(torch.stack([of_targets, of_contexts]))[0, 1])) < 0.2

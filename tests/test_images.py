@@ -272,3 +272,11 @@ def crop_in_worker(images: Images) -> None:
     """What a worker of DataLoader does."""
     data.prepare_worker(0)
     images[0, 0]
+
+
+def test_the_pages_of_a_stack_that_imagej_describes_once_are_told(tmp_path: Path) -> None:
+    """In a stack of more than 4 GB, it writes the directory of one page."""
+    text = "ImageJ=1.53t\nimages=7\nslices=7\n"
+    Image.new("L", (4, 4)).save(tmp_path / "stack.tif", tiffinfo={270: text})
+    with pytest.warns(UserWarning, match="7 pages"):
+        data.read_image(tmp_path / "stack.tif")

@@ -1,9 +1,12 @@
 """`--tensorboard`: TensorBoard reads the numbers of metrics.jsonl."""
 
+import time
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from child_process import finish, start, wait_for
 from toy import (
     PEFT_STEPS,
     PRETRAIN_STEPS,
@@ -12,6 +15,8 @@ from toy import (
     finetune_line,
     read_records,
 )
+
+import cli
 
 pytest.importorskip("tensorboard")
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -63,3 +68,24 @@ def test_every_command_writes_its_records(pretrained: Path) -> None:
     done(f"{line} {PRETRAIN_STEPS} --batch 1290 --image-size 28 --out p --tensorboard --quiet")
     losses = [(record["step"], record["loss"]) for record in read_records(Path("p"))]
     check_points(read_events(Path("p"))["loss"], losses)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_each_record_once(pretrained: Path) -> None:
+    """Also those behind its last checkpoint, and those from before --tensorboard was given."""
+    line = align_line(pretrained, "--alternations 60 --save-minutes 0.002 --out a")
+    metrics = Path("a/metrics.jsonl")
+
+    def has_logged(records: int) -> bool:
+        is_saved = Path("a/checkpoint.pt").exists()
+        return is_saved and metrics.exists() and len(read_records(Path("a"))) > records
+
+    for command, records in ((line, 3), (f"{line} --tensorboard", 8)):
+        process = start(partial(cli.run, command.split()), Path("said"))
+        wait_for(partial(has_logged, records), process)
+        process.kill()
+        finish(process)
+        time.sleep(1.1)  # names of TensorBoard's files tell seconds, and order its files
+    done(f"{line} --tensorboard")
+    assert len(read_records(Path("a"))) == 1 + 60  # the first is of the probe
+    check_align(Path("a"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import timm
 import torch
 from conftest import close
+from loopback import Handler, Server
 from quilts import few_quilts, quilts, quilts_pool
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torchvision.transforms.functional import to_pil_image
-from toy import PEFT_STEPS, done, refusal, save_by_class
+from toy import PEFT_STEPS, done, outside, refusal, save_by_class
 
 import head
 import lora
@@ -344,3 +346,39 @@ def test_an_exported_network_is_of_the_data_that_it_was_trained_on(vit: Any) -> 
         opened({"backbone": "timm:local-dir:e/timm"}, other)
     with pytest.raises(UsageError, match="--other-data"):  # its own images, but not those of e
         opened(by_file[1], few_quilts(0))
+
+
+class Hub(Handler):
+    """As the Hugging Face hub answers, on a slow line."""
+
+    def do_GET(self) -> None:
+        time.sleep(2)
+        super().do_GET()
+
+    do_HEAD = do_GET
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", '"abc"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        super().end_headers()
+
+
+@pytest.mark.slow
+def test_timm_fetches_its_weights_once_and_offline_says_what_to_do(
+    server: Server, vit: Any
+) -> None:
+    """In other processes, since the hub's package reads the environment once."""
+    server.RequestHandlerClass = Hub
+    head = {"head.weight": torch.ones(1000, 64), "head.bias": torch.ones(1000)}
+    server.files["model.safetensors"] = save(load_file("w.safetensors") | head)
+    home = str(Path("home").absolute())
+    line = f"finetune --dataset quilts --image-size 32 {PEFT_STEPS} --quiet"
+    for out, more in (("a", {"HF_ENDPOINT": server.url}), ("b", {"HF_HUB_OFFLINE": "1"})):
+        ended = outside(f"{line} --backbone timm:{NAME} --out {out}", HF_HOME=home, **more)
+        assert ended.returncode == 0, ended.stderr
+        cfg = json.loads(Path(out, "config.json").read_text())
+        assert cfg["weights_sha256"] == load(settings()).sha256
+    told = outside(f"{line} --backbone timm:test_vit --out c", HF_HOME=home, HF_HUB_OFFLINE="1")
+    assert told.returncode == 2 and "Traceback" not in told.stderr
+    assert "--backbone timm:test_vit, --weights timm's own" in told.stderr
+    assert "--weights FILE" in told.stderr

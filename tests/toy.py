@@ -115,6 +115,13 @@ def refusal(line: str, code: int = 2) -> str:
     return lines[0]
 
 
+def outside(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, with nothing of this one's environment."""
+    env = {"PYTHONPATH": PROGRAM_PATH, "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    call = [*PROGRAM, *words_of(line)]
+    return subprocess.run(call, env=env | environ, capture_output=True, text=True, check=False)
+
+
 def torchrun(line: str) -> str:
     """Stdout of a command line that two processes of torchrun share; it must succeed."""
     program = Path("program.py")
