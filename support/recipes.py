@@ -85,9 +85,8 @@ RELEASED: Recipe = [
 def defaults_of(kind: type[BaseModel], recipe: Recipe, given: Defaults) -> Defaults:
     """Return the defaults that a recipe has for the settings that are `given`.
 
-    A recipe is a list of pairs: if the settings match all patterns of the first, the values of the
-    second are defaults, but for those that `kind`, the class of the settings, does not have. Later
-    pairs win. A setting that is not given is matched by its own default.
+    Later pairs win. A setting that is not given is matched by its own default. Values that `kind`,
+    the class of the settings, does not have are left out.
 
     >>> from config import AlignConfig
     >>> defaults_of(AlignConfig, AlignConfig.paper, {"backbone": "vit_l16", "dataset": "dtd"})
