@@ -6,7 +6,6 @@ import json
 import logging
 import multiprocessing
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -131,21 +130,6 @@ def test_a_folder_of_something_else_is_no_place_for_the_demo(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="holds roses"):
         demo.demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["roses"]
-
-
-def test_the_figures_of_the_readme_are_those_of_the_recorded_run() -> None:
-    """Means of four seeds, at the epoch that validation chose."""
-    at_chosen = defaultdict[str, list[float]](list)
-    with (ROOT / "experiments/demo.csv").open() as file:
-        for row in csv.DictReader(file):
-            at_chosen[row["arm"]].append(float(row["test at the chosen epoch"]))
-    assert [len(values) for values in at_chosen.values()] == [4, 4, 4]
-    aligned, direct, restart = (f"{fmean(at_chosen[name]):.1f}" for name in demo.ARMS)
-    words = (
-        f"{aligned} % of the test images are right after aligning, {direct} % after direct"
-        f" fine-tuning, and {restart} % after the restart"
-    )
-    assert words in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_says_how_many_fine_tunings_an_alignment_takes_as_long_as() -> None:
