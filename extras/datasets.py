@@ -9,7 +9,7 @@ from config import name_or_folder
 from data import Pool, Task
 from support.benchmarks import open_pool, open_task, place_of, say_no_folder
 from support.errors import UsageError, as_usage_error, collected
-from support.folders import PARTS, find_images, subfolders
+from support.folders import find_images, part_of, subfolders
 from support.looking import (
     describe,
     files_of,
@@ -82,8 +82,8 @@ def check(
 
 def looks_labelled(place: Path) -> bool:
     """Whether a folder has several folders, which may be classes, or the part train."""
-    names = {path.name.lower() for path in subfolders(place)}
-    return len(names) > 1 or "train" in map(PARTS.get, names)
+    names = [path.name for path in subfolders(place)]
+    return len(names) > 1 or "train" in map(part_of, names)
 
 
 def look_through(

@@ -1,10 +1,11 @@
 """Program: a folder of images as a task or as a pool.
 
 A task is a folder of class folders, or of train/, val/ and test/ (or what people call these, see
-PARTS) with class folders each. What is refused are folders that cannot be meant so; how a folder
-was understood is printed before a run, see `support.looking.describe`.
+`part_of`) with class folders each. What is refused are folders that cannot be meant so. How a
+folder was understood is printed before a run, see `support.looking.describe`.
 """
 
+import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,10 @@ OF_SYSTEMS = {
     "@eaDir", "@Recycle", "@Recently-Snapshot", "#recycle", "#snapshot", "$RECYCLE.BIN",
     "System Volume Information", "lost+found", "__MACOSX",
 }  # fmt: skip
-PARTS = {  # what folders of parts are called, in small letters, and what they are
-    **dict.fromkeys(("train", "training", "trainset"), "train"),
+PARTS = {  # what folders of parts are called, see `part_of`, and what they are
+    **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing", "testset"), "test"),
+    **dict.fromkeys(("test", "testing"), "test"),
 }
 CONVERT = "images are read as JPEG, PNG, BMP, TIFF, PPM or WebP: convert others, unpack archives"
 
@@ -203,7 +204,7 @@ def find_parts(root: Path) -> dict[str, Path]:
     check_links([root])
     parts: dict[str, Path] = {}
     for path in subfolders(root):
-        part = PARTS.get(path.name.lower())
+        part = part_of(path.name)
         if part is None or not holds_class_folders(path):
             continue
         if part in parts:
@@ -224,6 +225,15 @@ def find_parts(root: Path) -> dict[str, Path]:
         )
     check_links(parts.values())
     return parts
+
+
+def part_of(name: str) -> str | None:
+    """Return which part a folder of this name is, in small or capital letters; None: no part.
+
+    >>> part_of("Training"), part_of("test_set"), part_of("roses")
+    ('train', 'test', None)
+    """
+    return PARTS.get(re.sub(r"[ _-]?set$", "", name.lower()))
 
 
 def list_beside(root: Path, parts: Mapping[str, Path]) -> list[str]:
@@ -266,7 +276,7 @@ def list_classes(parts: Mapping[str, Path]) -> list[str]:
         raise ValueError(say_too_few(parts["train"], classes))
     for path in folders:
         inside = [inner.name for inner in subfolders(path)]
-        if inside and {name.lower() for name in inside} <= PARTS.keys() and not has_images(path):
+        if inside and all(map(part_of, inside)) and not has_images(path):
             raise ValueError(
                 f"{path} holds {' and '.join(inside)}: put parts above classes, as"
                 f" {path.parent}/{inside[0]}/{path.name}"

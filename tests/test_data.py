@@ -159,6 +159,7 @@ def test_class_folders_are_those_of_torchvision(tmp_path: Path, folders: tuple[s
         ("Training", "", "Testing"),
         ("train", "dev", "testset"),
         ("trainset", "validation", ""),
+        ("training_set", "", "Test Set"),
         ("train", "", ""),
     ],
 )
