@@ -89,13 +89,14 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) starts whose runs would count as independent, and are not."""
+    own = {*range(cfg.seed, cfg.seed + cfg.seeds)}
     for start in starts:
+        before = {one.seed for one in start.info.stages if one.stage == "finetune"}
         # A fine-tuning before with the same seed has had the same head and the same batches.
-        tuned = {one.seed for one in start.info.stages if one.stage == "finetune"}
-        for seed in tuned.intersection(range(cfg.seed, cfg.seed + cfg.seeds)):
+        if twice := own & before:
             raise UsageError(
-                f"--from {start.file}: was fine-tuned with seed {seed}, which this run has, too;"
-                " give another --seed"
+                f"--from {start.file}: was fine-tuned with seed {min(twice)}, which this run has,"
+                " too; give another --seed"
             )
     digests = [start.sha256 for start in starts]
     if reasons := find_repeated(digests, [start.info.seeds for start in starts]):
