@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from config import name_or_folder
+from config import NAMES, name_or_folder
 from data import Pool, Task
 from support.benchmarks import open_pool, open_task, place_of, say_no_folder
 from support.errors import UsageError, as_usage_error, collected
@@ -69,15 +69,21 @@ def check(
     is_handwriting = name.partition(":")[0] == "omniglot"  # this program has it, not a folder
     if not is_handwriting and not place.is_dir():
         raise UsageError(f"{name}: {say_no_folder(place)}")
-    is_task = not as_pool and name != "omniglot"  # a task of it is called omniglot:ALPHABET
-    # folder:DIR says that it is a task; for a plain DIR, what it holds decides.
-    if is_task and name.startswith("folder:") and not given.startswith("folder:"):
-        is_task = looks_labelled(place)
+    is_task = not as_pool and is_labelled(given, place)
     problems: list[str] = []
     source: Task | Pool | None = None
     with collected(problems):  # it goes on with the images where opening is refused
         source = open_task(name, 0, root, partial=partial) if is_task else open_pool(name, root)
     return look_through(name, place, source, problems, track)
+
+
+def is_labelled(given: str, place: Path) -> bool:
+    """Whether what a person calls `given`, and lies at `place`, is a labelled task."""
+    if given == "omniglot":  # all of its alphabets; a task of it is called omniglot:ALPHABET
+        return False
+    if given in NAMES or given.startswith("folder:"):  # folder: says that it is a task
+        return True
+    return looks_labelled(place)
 
 
 def looks_labelled(place: Path) -> bool:

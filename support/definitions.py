@@ -12,6 +12,7 @@ This module does without torch, so that `bisslight evaluate` starts at once.
 
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
 from config import (
     COMPUTING,
@@ -43,6 +44,21 @@ CONTENTS = {  # by digest: the setting that names what it is of
     "start_sha256": "start",
 }
 FIELDS = PretrainConfig.model_fields | AlignConfig.model_fields | FinetuneConfig.model_fields
+COMMANDS = "commands"  # the name of a difference in the commands of two chains
+
+
+class Difference(NamedTuple):
+    """A setting, or the commands, in which two definitions or chains differ."""
+
+    name: str  # of the setting, or COMMANDS
+    own: str  # the value in the first of the two
+    other: str  # the value in the second
+    runs_before: int = 0  # 0: a setting of the run itself; 1: of the run that it starts from; ...
+
+    @property
+    def is_of_start(self) -> bool:
+        """Whether it is in what was done before the run itself."""
+        return self.name == COMMANDS or self.runs_before > 0
 
 
 def check_format(said: Mapping[str, object], what: Path | str, remedy: str) -> None:
@@ -64,29 +80,39 @@ def what_defines(definition: Record, but_for: Set[str] = MAY_CHANGE) -> Record:
 
 
 def tell_apart(
-    chain: Chain, first: Chain, but_for: Set[str] = OF_SEED
-) -> dict[str, tuple[str, str]]:
-    """Return in what two chains differ: by name, what `chain` says and what `first` says.
+    own: Record, other: Record, but_for: Set[str] = OF_SEED, runs_before: int = 0
+) -> list[Difference]:
+    """Return in what two definitions differ, `but_for` what is not compared.
 
-    "start.lam" is a setting of the run that a run starts from. "start" stands for the commands of
-    the chains, where these differ; then only the runs before that difference are compared.
+    >>> tell_apart({"command": "align", "rank": 8}, {"command": "align", "rank": 64})
+    [Difference(name='rank', own='8', other='64', runs_before=0)]
+    """
+    own, other = what_defines(own, but_for), what_defines(other, but_for)
+    return [
+        Difference(name, say(name, own.get(name)), say(name, other.get(name)), runs_before)
+        for name in sorted(own.keys() | other.keys())
+        if own.get(name) != other.get(name)
+    ]
+
+
+def tell_chains_apart(chain: Chain, first: Chain, but_for: Set[str] = OF_SEED) -> list[Difference]:
+    """Return in what two chains differ: in their commands, and in the settings of each run.
+
+    Where the commands differ, only the runs before that difference in the chains are compared.
 
     >>> direct, tuned = {"command": "finetune", "rank": 8}, {"command": "finetune", "rank": 64}
-    >>> tell_apart([direct], [tuned, {"command": "align"}])
-    {'start': ('finetune', 'align, finetune'), 'rank': ('8', '64')}
+    >>> for difference in tell_chains_apart([direct], [tuned, {"command": "align"}]):
+    ...     print(difference.name, difference.own, "/", difference.other)
+    commands finetune / align, finetune
+    rank 8 / 64
     """
-    told: dict[str, tuple[str, str]] = {}
+    told = []
     if commands(chain) != commands(first):
-        told["start"] = (", ".join(commands(chain)), ", ".join(commands(first)))
-    prefix = ""
-    for ours, theirs in zip(chain, first, strict=False):
-        if ours["command"] != theirs["command"]:
+        told.append(Difference(COMMANDS, ", ".join(commands(chain)), ", ".join(commands(first))))
+    for runs_before, (own, other) in enumerate(zip(chain, first, strict=False)):
+        if own["command"] != other["command"]:
             break
-        ours, theirs = what_defines(ours, but_for), what_defines(theirs, but_for)
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
-                told[prefix + name] = (say(name, ours.get(name)), say(name, theirs.get(name)))
-        prefix += "start."
+        told += tell_apart(own, other, but_for, runs_before)
     return told
 
 
@@ -108,21 +134,19 @@ def say(name: str, value: object) -> str:
     return str(value)[-8:] if name in CONTENTS else str(value)
 
 
-def explain(name: str) -> str:
-    """Return a setting by its flag and the first sentence of its help, "start." in words.
+def explain(difference: Difference) -> str:
+    """Return a setting by its flag and the first sentence of its help, and of which run it is.
 
-    >>> explain("start.rank")
+    >>> explain(Difference("rank", "8", "64", runs_before=1))
     '--rank of the run before (Rank of LoRA (r), on queries and values of every layer)'
-    >>> explain("start"), explain("pool_sha256")
-    ('the commands', 'content of --pool')
+    >>> explain(Difference("pool_sha256", "1", "2"))
+    'content of --pool'
     """
-    *starts, name = name.split(".")
-    if name == "start":  # of a difference, see `tell_apart`
-        return "the commands"
-    of_run = " of the run before" * len(starts)
+    name = difference.name
+    of_run = " of the run before" * difference.runs_before
     if name in CONTENTS:
         return f"content of {flag_of(CONTENTS[name])}{of_run}"
-    if name not in FIELDS:  # such as the versions
+    if name not in FIELDS:  # such as the versions, or the commands
         return f"{name}{of_run}"
     text = " ".join((FIELDS[name].description or "").split())
     # Sources stand behind it in brackets, such as [App. C.3].

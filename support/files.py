@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from config import Record
 from support.errors import RunError, UsageError, as_read_error, as_usage_error
-from support.processes import agreed, stop_if_asked, world
+from support.processes import process_0_says, stop_if_asked, world
 
 if sys.platform != "win32":
     import fcntl
@@ -86,7 +86,7 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
                 check_locks(path / ".lock")
                 lock.acquire(timeout=0)
                 is_locked = True
-        if agreed(is_locked):
+        if process_0_says(is_locked):
             break
         if not wait:
             raise Busy(

@@ -21,7 +21,7 @@ from itertools import chain, combinations
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from torch import Tensor
 
@@ -104,33 +104,51 @@ def check_readable(looks: Iterable[Look]) -> None:
 def overheard() -> Iterator[list[str]]:
     """Collect what decoders warn of inside the block, since they do not name the file.
 
-    The list that is yielded is filled when the block ends. Pillow uses Python's warnings. libjpeg
-    writes to file descriptor 2, which leads into a file meanwhile; what others have written there
-    is printed in the end, by sys.stderr, which puts it above a bar. All this belongs to the whole
-    process, so one thread listens at a time, and none does while a network is trained.
+    The list that is yielded is filled when the block ends. Pillow uses Python's warnings, libjpeg
+    writes to file descriptor 2. Both belong to the whole process, so one thread listens at a time,
+    and none does while a network is trained.
     """
     said: list[str] = []
     if sys.stderr is None:  # descriptor 2 was closed, so a file of the run may have got its number
         yield said
         return
     recording = warnings.catch_warnings(record=True)
-    with LISTENING, recording as caught, TemporaryFile() as heard:
+    with LISTENING, recording as caught, TemporaryFile() as written:
         warnings.simplefilter("always")
-        screen = os.dup(2)
-        os.dup2(heard.fileno(), 2)
         try:
-            yield said
+            with descriptor_2_leads_to(written):
+                yield said
         finally:
-            os.dup2(screen, 2)
-            os.close(screen)
             said += [str(warning.message) for warning in caught]
-            heard.seek(0)
-            for line in heard:
-                if re.search(OF_DECODERS, line):
-                    said.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
-                elif sys.stderr is not None:  # None where it was closed
-                    sys.stderr.write(line.decode(errors="backslashreplace"))
-                    sys.stderr.flush()
+            written.seek(0)
+            said += take_warnings(written)
+
+
+@contextmanager
+def descriptor_2_leads_to(file: IO[bytes]) -> Iterator[None]:
+    """Send what is written to file descriptor 2 inside the block into a file."""
+    screen = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+
+
+def take_warnings(lines: Iterable[bytes]) -> list[str]:
+    """Return those lines that are warnings of decoders, and print the others to sys.stderr.
+
+    By sys.stderr, which puts them above a bar.
+    """
+    found = []
+    for line in lines:
+        if re.search(OF_DECODERS, line):
+            found.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
+        else:
+            sys.stderr.write(line.decode(errors="backslashreplace"))
+            sys.stderr.flush()
+    return found
 
 
 def warn_of(file: Path) -> None:

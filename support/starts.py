@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from config import FinetuneConfig, Record
 from support.adapters import check_fits, check_settings, find_adapters, load_adapter
-from support.definitions import OF_SEED, explain, find_repeated, tell_apart
+from support.definitions import OF_SEED, explain, find_repeated, tell_chains_apart
 from support.errors import UsageError
 from support.experiment import C, Experiment
 from support.files import read_json, sha256
@@ -89,13 +89,14 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 
 def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) starts whose runs would count as independent, and are not."""
+    own = {*range(cfg.seed, cfg.seed + cfg.seeds)}
     for start in starts:
+        before = {one.seed for one in start.info.stages if one.stage == "finetune"}
         # A fine-tuning before with the same seed has had the same head and the same batches.
-        tuned = {one.seed for one in start.info.stages if one.stage == "finetune"}
-        for seed in tuned.intersection(range(cfg.seed, cfg.seed + cfg.seeds)):
+        if twice := own & before:
             raise UsageError(
-                f"--from {start.file}: was fine-tuned with seed {seed}, which this run has, too;"
-                " give another --seed"
+                f"--from {start.file}: was fine-tuned with seed {min(twice)}, which this run has,"
+                " too; give another --seed"
             )
     digests = [start.sha256 for start in starts]
     if reasons := find_repeated(digests, [start.info.seeds for start in starts]):
@@ -106,11 +107,11 @@ def check_alike(starts: Sequence[Start]) -> None:
     """Refuse (UsageError) adapters that are not seeds of one arm: they differ in more than that."""
     first = starts[0]
     for start in starts:
-        told = tell_apart(start.info.chain, first.info.chain, OF_SEED | {"versions"})
-        if told:
+        differences = tell_chains_apart(start.info.chain, first.info.chain, OF_SEED | {"versions"})
+        if differences:
             raise UsageError(
                 f"--from {start.file}: differs in more than the seed from {first.file}:"
-                f" {'; '.join(explain(name) for name in told)}; give runs that differ in the seed"
+                f" {'; '.join(map(explain, differences))}; give runs that differ in the seed"
                 " alone"
             )
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from config import FinetuneConfig, Record
 from support.experiment import Experiment
 from support.files import locked, read_json, write_atomic
-from support.processes import agreed, wait_for_all
+from support.processes import process_0_says, wait_for_all
 from support.results import TrialResult, read_result
 from support.runs import ALL_TRIALS, LOG, T, Track, check_directory, check_one_run
 from support.runs import define as define_run
@@ -40,6 +40,16 @@ class Trial(NamedTuple):
         return (self.place / "result.json").exists()
 
 
+def plan_trial(
+    cfg: FinetuneConfig, starts: Sequence[Start], out: Path, rate: float, k: int
+) -> Trial:
+    """Return the trial of a rate with the seed of number `k`, which counts from 0."""
+    seed = cfg.seed + k
+    of_trial = {"lr": (rate,), "seed": seed, "start": starts[k].file}
+    settings = cfg.model_copy(update=of_trial | {"seeds": 1, "grid_seeds": 1})
+    return Trial(settings, starts[k], out / f"lr{rate}-s{seed}")
+
+
 def define(experiment: Tuning, start: Start) -> Record:
     """Return the definition of a finetune run: what all its trials have in common.
 
@@ -62,7 +72,7 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     definition = define(experiment, start)
     check_directory(out, definition)
     wait_for_all()  # until each process has looked; only then process 0 writes
-    if not agreed((out / "config.json").exists()):
+    if not process_0_says((out / "config.json").exists()):
         with locked(out, wait=True):
             check_directory(out, definition)  # another process may have begun
             write_atomic(out / "config.json", json.dumps(definition, indent=1))
@@ -73,7 +83,7 @@ def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
 
     So a command with fewer of them takes no trial out of result.json.
     """
-    if not agreed((out / "result.json").exists()):
+    if not process_0_says((out / "result.json").exists()):
         return cfg
     earlier = read_result(out)
     rates = tuple(sorted({*earlier.rates, *cfg.lr}))

@@ -90,7 +90,7 @@ def test_adapters_come_back_bit_equal_and_equal_adapters_are_equal_files(tmp_pat
     with pytest.raises(UsageError, match="theta"):
         load_adapter(tmp_path / "a")
     save_file(head, tmp_path / "a", {"bisslight": '{"format": "x", "versions": "bisslight 1"}'})
-    with pytest.raises(UsageError, match=r"a: made by bisslight 1; .* align again"):
+    with pytest.raises(UsageError, match=r"a: made by bisslight 1;"):
         load_adapter(tmp_path / "a")
 
 
