@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from config import NAMES, name_or_folder
 from data import Pool, Task
-from support.benchmarks import open_pool, open_task, place_of, say_no_folder
+from support.benchmarks import FETCH, open_pool, open_task, place_of, say_no_folder
 from support.errors import UsageError, as_usage_error, collected
 from support.folders import find_images, part_of, subfolders
 from support.looking import (
@@ -68,7 +68,8 @@ def check(
     place = place_of(name, root)
     is_handwriting = name.partition(":")[0] == "omniglot"  # this program has it, not a folder
     if not is_handwriting and not place.is_dir():
-        raise UsageError(f"{name}: {say_no_folder(place)}")
+        missing = f"there is no folder {place}; {FETCH.format(name)}"
+        raise UsageError(f"{name}: {missing if name in NAMES else say_no_folder(place)}")
     is_task = not as_pool and is_labelled(given, place)
     problems: list[str] = []
     source: Task | Pool | None = None

@@ -137,7 +137,7 @@ def test_the_readme_says_how_many_fine_tunings_an_alignment_takes_as_long_as() -
         rows = list(csv.DictReader(file))
     align = fmean(float(row["CPU-s before"]) for row in rows if row["arm"] == "aligned")
     direct = fmean(float(row["CPU-s"]) for row in rows if row["arm"] == "direct")
-    words = f"takes {align / direct:.1f} times as long as a whole fine-tuning of 25 epochs"
+    words = f"takes {align / direct:.1f} times as long as a fine-tuning of 25 epochs"
     assert words in (ROOT / "README.md").read_text()
 
 
