@@ -38,6 +38,7 @@ def with_blanks(text: str) -> str:
     raise NotImplementedError("double x")
     """
     text = FOLDED.sub("# *Write your answers here.*\n", text)
+    text = text.replace("](../", "](../../")  # links of notebooks, which lie a folder deeper here
     text = BLANK.sub(blank, text)
     if "# blank:" in text or "# end of blank" in text:
         raise ValueError("a mark has no partner: each `# blank: ...` needs its `# end of blank`")
