@@ -6,7 +6,7 @@ take the page's colours, light or dark.
     descent.svg   notebook 1's last picture: where descents with five hypergradients end, and with 0
     mfac.svg      what M-FAC makes of g, as it stores more and more gradients
     letters.svg   what the decoder fills in
-    factors.svg   λ / (κ + λ), with what M-FAC sees in this run, and the matrix of Gauss and Newton
+    factors.svg   λ / (κ + λ), with what M-FAC sees in this run
 """
 
 import contextlib
@@ -27,9 +27,6 @@ from numpy.typing import NDArray
 
 HERE = Path(__file__).resolve().parent
 EXAMPLES = HERE.parent / "examples"
-# at the paper's λ, of experiments/what_q_is.md:
-GAUSS_NEWTON = (2.8, 4.7)  # the mean curvature along g, over λ
-KEPT = (0.56, 0.62)  # |q|/|g|
 STYLE = """<style>
 #ID text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 #ID .faint { fill: #59636e; font-size: 12px }
@@ -42,7 +39,7 @@ STYLE = """<style>
 #ID text.blue { fill: #0072b2; stroke: none } #ID text.ochre { fill: #8a5a00; stroke: none }
 #ID text.red { fill: #cf222e; stroke: none } #ID text.green { fill: #116329; stroke: none }
 #ID .band { stroke: none; opacity: .2 } #ID .band.blue { fill: #0072b2 }
-#ID .mean.ochre { fill: #b07400; stroke: none } #ID .ink { fill: #1f2328; stroke: none }
+#ID .ink { fill: #1f2328; stroke: none }
 #ID .hidden { fill: #59636e; opacity: .2; stroke: none }
 @media screen and (prefers-color-scheme: dark) {
 #ID text { fill: #f0f6fc } #ID .faint { fill: #a9b4c0 } #ID path { stroke: #8b949e }
@@ -51,12 +48,11 @@ STYLE = """<style>
 #ID text.ochre { fill: #e69f00 } #ID text.red { fill: #ff7b72 } #ID text.green { fill: #7ee787 }
 #ID .violet { stroke: #d2a8ff } #ID text.violet { fill: #d2a8ff }
 #ID .band { stroke: none } #ID .band.blue { fill: #56b4e9 }
-#ID .mean.ochre { fill: #e69f00; stroke: none }
 #ID .ink { fill: #f0f6fc; stroke: none } #ID .hidden { fill: #a9b4c0; stroke: none } }
 </style>
 """
 WIDTH, HEIGHT = 470, 290
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 14, 44  # margins
+LEFT, RIGHT, TOP, BOTTOM = 58, 20, 14, 44  # margins
 
 
 class Plot:
@@ -172,15 +168,15 @@ def mfac() -> None:
     curvature = np.array([0.25, 4.0])  # along the valley, across it
     plot = Plot(
         "mfac",
-        "What q becomes of g, with 0, 1, 3 and 20 stored gradients",
+        "What q becomes of g, with 0, 1 and 20 stored gradients",
         "With no gradient, q is g. One gradient, which is steep, shortens the q of all g that "
-        "point along it or against it. With three, and with twenty, q is short across the valley.",
+        "point along it or against it. With twenty, q is short across the valley.",
     )
     radius, turn = 64.0, np.linspace(0, 2 * np.pi, 73)
     circle = np.stack([np.cos(turn), np.sin(turn)], 1)
-    names = {0: "no gradient: q is g", 1: "1 gradient", 3: "3 gradients", 20: "20 gradients"}
+    names = {0: "no gradient: q is g", 1: "1 gradient", 20: "20 gradients"}
     for n, (count, name) in enumerate(names.items()):
-        middle = np.array([120 + 230 * (n % 2), 74 + 176 * (n // 2)])
+        middle = np.array([79 + 156 * n, 70])
         angles = np.pi * (0.27 + np.arange(count) * 7 % 20 / 20)
         G = np.sqrt(2 * curvature) * np.stack([np.cos(angles), np.sin(angles)], 1)
         F = G.T @ G / max(count, 1)
@@ -190,7 +186,7 @@ def mfac() -> None:
         plot.path([tuple(middle + radius * point) for point in circle], "axis")
         plot.path([tuple(middle + radius * point) for point in q], "green")
         plot.words(middle[0], middle[1] + radius + 22, name, "faint", "middle")
-    plot.save(height=346)
+    plot.save(height=166)
 
 
 def pixels(plot: Plot, image: NDArray[Any], left: float, top: float, size: float) -> None:
@@ -241,28 +237,19 @@ def letters(ran: dict[str, Any]) -> None:
 
 
 def factors(kappa: float) -> None:
-    """The factor of Eq. 5 by curvature, and what M-FAC and the matrix of Gauss and Newton find."""
+    """The factor of Eq. 5 by curvature, and what M-FAC finds."""
     x = scale(-4, 2, LEFT, WIDTH - RIGHT)
     y = scale(0, 1.05, HEIGHT - BOTTOM, TOP)
     plot = Plot(
         "factors",
         "The factor λ / (κ + λ), by curvature",
         f"The factor falls from 1, where the curvature κ is small beside λ, to 0. M-FAC sees κ up "
-        f"to {kappa} λ, where the factor is near 1. By the matrix of Gauss and Newton the mean "
-        f"curvature along g is {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ, where the factor is about "
-        f"0.2; but of g, which has parts in flatter directions, q keeps {KEPT[0]} to {KEPT[1]}.",
+        f"to {kappa} λ, where the factor is near 1.",
     )
-    low, high = np.log10(GAUSS_NEWTON)
     plot.box(x(-4), TOP, x(np.log10(kappa)) - x(-4), HEIGHT - BOTTOM - TOP, "band blue")
-    plot.box(x(low), y(KEPT[1]), x(high) - x(low), y(KEPT[0]) - y(KEPT[1]), "mean ochre")
     plot.path([(x(n), y(1 / (10**n + 1))) for n in np.linspace(-4, 2, 121)], "curve")
     plot.words(x(-4) + 10, y(0.62), "what M-FAC sees:", "blue")
     plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
-    above = y(KEPT[1]) - 10  # the last of three lines of words
-    plot.words(WIDTH - RIGHT, above - 36, "by Gauss and Newton:", "ochre", "end")
-    mean = f"along g {GAUSS_NEWTON[0]} to {GAUSS_NEWTON[1]} λ,"
-    plot.words(WIDTH - RIGHT, above - 18, mean, "ochre", "end")
-    plot.words(WIDTH - RIGHT, above, f"|q| is {KEPT[0]} to {KEPT[1]} |g|", "ochre", "end")
     plot.axes(
         [(x(n), power(n)) for n in range(-4, 3)],
         [(y(n), f"{n:.1f}") for n in (0, 0.5, 1)],

@@ -2,7 +2,7 @@
 // docs/page.py puts this file into the page behind the picture. Without scripts the picture stays.
 (() => {
   const { abs, hypot } = Math;
-  const svg = document.getElementById("valley");
+  const $ = id => document.getElementById(id), svg = $("valley");
   const kappa = [.25, 4]; // curvatures of L^P along the valley, across it
   const aim = [-105, -70]; // L^D = |θ − aim|² / 2; 100 pixels are a unit
   const names = { q: "q", g: "g", n: 0 }; // what a descent puts where q should be
@@ -16,9 +16,8 @@
     + slider("images per stored gradient", "id=images max=8 value=0")
     + [..."qgn"].map(k => `<button id=b${k}>descend with ${names[k]}</button> `).join("")
     + "<div id=says role=status></div></div>");
-  const $ = id => document.getElementById(id);
   const set = (id, values) => { for (const k in values) $(id).setAttribute(k, values[k]); };
-  const show = (id, on) => { $(id).style.display = on ? "" : "none"; };
+  const show = (id, on) => $(id).style.display = on ? "" : "none";
   const fix = x => +x.toFixed(2);
   let D = [150, -95], ends = {}, trails = {}, timer;
 
@@ -59,11 +58,13 @@
     // At rest the spring's force is the valley's, turned round; a long one is drawn shorter.
     const f = P.map((p, i) => kappa[i] * p), short = Math.min(.35, 50 / hypot(...f));
     const arrow = (at, v, by) => [at, at.map((x, i) => x + by * v[i])];
-    const arrows = { g: arrow(P, s.g, -.35), q: arrow(D, s.q, -.35), s: arrow(P, f, short), v: arrow(P, f, -short) };
+    // Beside the marks of an end there is no room for them.
+    const arrows = Object.keys(ends)[0] ? {} : { g: arrow(P, s.g, -.35), q: arrow(D, s.q, -.35), s: arrow(P, f, short), v: arrow(P, f, -short) };
     const zero = [0, 0], spots = { D, P, aim, zero }, dots = { cD: D, grip: D, cP: P, ca: aim, cz: zero };
-    for (const k in arrows) {
-      const [at, to] = arrows[k];
+    for (const k of "gqsv") {
+      const [at, to] = arrows[k] || [P, P];
       set("a" + k, { d: `M${at.map(fix)}L${to.map(fix)}` });
+      show("a" + k, arrows[k]);
       show("t" + k, hypot(to[0] - at[0], to[1] - at[1]) > 5); // too short to be seen: no name
       spots[k] = to;
     }
@@ -78,8 +79,8 @@
       ...Object.values(trails).flat()]);
     tell("lam", +s.lam.toPrecision(2));
     tell("images", s.images);
-    const row = (name, x) => `<tr><th>${name}` + [x?.[0], x?.[1], x?.[0] + x?.[1]].map(y => "<td>" + (y >= 0 ? y.toFixed(3) : "–")).join("");
-    $("says").innerHTML = `<p>The blue dot follows the ochre one by <b>${s.J[0].toFixed(2)}</b> along the valley,
+    const row = (name, [a, b] = []) => `<tr><th>${name}` + [a, b, a + b].map(y => "<td>" + (y >= 0 ? y.toFixed(3) : "–")).join("");
+    $("says").innerHTML = `<p>Blue follows ochre by <b>${s.J[0].toFixed(2)}</b> along the valley,
       <b>${s.J[1].toFixed(2)}</b> across. |q| is&nbsp;${(hypot(...s.q) / hypot(...s.g)).toFixed(2)}&nbsp;|g|.</p>
       <table><tr><th>Loss of the labels<th>at θ<sub>P</sub>*, where fine-tuning starts<th>at θ<sub>D</sub><th>sum (Eq.&nbsp;3)`
       + row("now", s.losses) + [..."qgn"].map(k => row("end with " + names[k], ends[k]?.losses)).join("");
@@ -107,22 +108,22 @@
       set("w" + by, { d: trail += "L" + D.map(fix) });
       const [x, y] = points.at(-1) || [9e9, 0];
       if (hypot(D[0] - x, D[1] - y) > 9) points.push([...D, 4, 4, .1]);
-      if (++steps < 100) return true;
+      if (++steps < 100) return 1;
       stop();
       ends[by] = { D, ...state() };
     };
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) { while (step()); draw(); }
+    if (matchMedia("(prefers-reduced-motion)").matches) { while (step()); draw(); }
     else timer = setInterval(() => { step(); draw(); }, 25);
   }
   const pointer = e => {
-    const p = new DOMPoint(e.clientX, e.clientY).matrixTransform(svg.getScreenCTM().inverse());
-    return [p.x, p.y];
+    const { x, y } = new DOMPoint(e.clientX, e.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    return [x, y];
   };
   $("grip").onpointerdown = e => { e.target.setPointerCapture(e.pointerId); move(pointer(e)); };
   $("grip").onpointermove = e => { if (e.buttons) move(pointer(e)); };
   $("grip").onkeydown = e => {
     const by = { ArrowLeft: [-8, 0], ArrowRight: [8, 0], ArrowUp: [0, -8], ArrowDown: [0, 8] }[e.key];
-    if (by) { e.preventDefault(); move([D[0] + by[0], D[1] + by[1]]); }
+    if (by) { e.preventDefault(); move(D.map((x, i) => x + by[i])); }
   };
   $("lam").oninput = $("images").oninput = forget;
   for (const k in names) $("b" + k).onclick = () => descend(k);

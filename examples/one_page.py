@@ -31,9 +31,6 @@ def eq_7(G_k):  # a layer's N_L stored gradients -> its M_k: N_L pairs of a vect
     return M_k
 def eq_10(M_k, g_k):  # the layer's part of q, from its part of g
     return g_k - LAM * sum(v_j * (v_j @ g_k) / (len(M_k) + d_j) for v_j, d_j in M_k)
-def seen(G_k, g_k):  # the largest curvature κ of F, over λ; the share of |g_k|² in the span of G_k
-    _, sizes, span = torch.linalg.svd(G_k, full_matrices=False)
-    return sizes[0] ** 2 / len(G_k) / LAM, (span @ g_k).norm() ** 2 / g_k.norm() ** 2
 # --- Algorithm 1 ----------------------------------------------------------------------------------
 def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, q_is_0=False):
     """l.1 is the arguments and the constants above; `pool` has images without labels. Gives θ_P."""
@@ -157,6 +154,9 @@ def draws(n, size):  # indices of images, `size` at a time: passes in random ord
         yield from torch.randperm(n, generator=rng)[: n - n % size].view(-1, size)
 def trainable(tensors):
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+def seen(G_k, g_k):  # the largest curvature κ of F, over λ; the share of |g_k|² in the span of G_k
+    _, sizes, span = torch.linalg.svd(G_k, full_matrices=False)
+    return sizes[0] ** 2 / len(G_k) / LAM, (span @ g_k).norm() ** 2 / g_k.norm() ** 2
 # --- Images, and a picture ------------------------------------------------------------------------
 def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); paper is 0 and ink is 1
     grey = np.concatenate([np.load(FOLDER / "omniglot.npz")[name] for name in alphabets])

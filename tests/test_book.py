@@ -163,39 +163,30 @@ def test_published_alone_the_page_names_public_files() -> None:
     assert "../" not in PAGE.replace(MAKER.FILES, "https://example.org/")
 
 
-def test_the_plots_have_the_figures_of_the_page() -> None:
-    """Those of Gauss-Newton's matrix are of what_q_is.csv, at the paper's λ."""
+def test_the_curvature_along_g_is_that_of_the_study() -> None:
+    """By Gauss-Newton's matrix: in what_q_is.csv, at the paper's λ."""
     with (ROOT / "experiments/what_q_is.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["lam"], row["c"]) == ("0.001", "1")]
     along = [float(row["along_N"]) for row in rows]
     assert (round(min(along), 1), round(max(along), 1)) == (2.8, 4.7)
     assert {round(float(row["ratio_N"]), 1) for row in rows} == {0.6}
-    assert r"the curvature along $g$ is 2.8 to $4.7 \lambda$" in TEXT
-    assert "$q$ is 0.6 times as long as $g$." in TEXT
-    shares = [float(row["ratio_N"]) for row in rows]
-    assert (round(min(shares), 2), round(max(shares), 2)) == (0.56, 0.62)
-    plot = (DOCS / "factors.svg").read_text()
-    assert "along g 2.8 to 4.7 λ" in plot and "|q| is 0.56 to 0.62 |g|" in plot
+    assert r"curvature along $g$ is 2.8 to $4.7 \lambda$" in TEXT
+    assert "$q$ is 0.6 times as long as $g$" in TEXT
 
 
-def test_the_costs_on_the_page_are_those_of_the_studies() -> None:
+def test_the_costs_on_the_page_are_those_of_the_study() -> None:
     """The page's table is of ViT-B."""
-    counted, machines = (
-        (ROOT / f"experiments/{name}.md").read_text() for name in ("cost", "machines")
-    )
-    assert re.search(r"vit_b16 \| CG, 5 steps .* \| 156 % \|", counted)
-    assert re.search(r"vit_b16 \| recursion .* \| 0\.001 % \|", counted)
+    machines = (ROOT / "experiments/machines.md").read_text()
     for row in (
         "| seconds | 1.85 |",
         "| peak memory, GB | 13.0 |",
         "| peak with CG, GB | 67.9 ",
-        "| lines 10 and 13 alone, of an alternation | 0.015 s, 0.8 % |",
         "| an alternation with CG, by that | 26 s, 14 times M-FAC's |",
         "CG computes in float32",
     ):
         assert row in machines
-    assert "| CG, 5 products | 156 | 26 | 67.9 |\n" in TEXT
-    assert "| M-FAC | 0.001 | 1.85 | 13.0 |\n" in TEXT
+    assert "| CG, 5 products | 26 | 67.9 |\n" in TEXT
+    assert "| M-FAC | 1.85 | 13.0 |\n" in TEXT
 
 
 def test_h_of_vit_l_has_as_many_entries_as_the_page_says() -> None:
@@ -208,7 +199,7 @@ def test_h_of_vit_l_has_as_many_entries_as_the_page_says() -> None:
 def test_the_curves_of_what_q_becomes_are_those_of_eq_5_with_f_in_place_of_h() -> None:
     """Of mfac.svg, at λ = 1: each point of a circle keeps its place in the list."""
     svg = (DOCS / "mfac.svg").read_text()
-    for kind, wanted in (("axis", 4), ("green", 4), ("blue thin", 24)):
+    for kind, wanted in (("axis", 3), ("green", 3), ("blue thin", 21)):
         assert svg.count(f'<path class="{kind}"') == wanted
     paths = re.findall(r'<path class="([^"]+)" d="M([^"]*)"', svg)
     gradients: list[torch.Tensor] = []
@@ -243,13 +234,15 @@ def test_six_descents_end_where_the_picture_says(monkeypatch: pytest.MonkeyPatch
         assert end in told
     J, target, one = ran["J"], ran["target"], torch.eye(len(ran["J"])).double()
     away = target - ran["at_zero"]  # θ_P* = at_zero + J θ_D
+    losses = {}
     for name, factor in (("q", J), ("g", one), ("0", 0 * one)):
         theta_D = torch.linalg.solve(factor @ J + one, target + factor @ away)
         gaps = (J @ theta_D - away, theta_D - target)
         terms = [float(gap.square().sum()) / 2 for gap in gaps]
-        row = " | ".join(f"{loss:.2f}" for loss in (*terms, sum(terms)))
-        assert f"| ${name}$ | {row} |" in TEXT
-    above = f"{sum(terms) - float(ran['best']):.2f}"
+        losses[name] = terms[0], sum(terms)
+    assert min(losses, key=lambda name: losses[name][0]) == "g"
+    assert min(losses, key=lambda name: losses[name][1]) == "q"
+    above = f"{losses['0'][1] - float(ran['best']):.2f}"
     assert f"q = 0 to {above}" in told
 
 
