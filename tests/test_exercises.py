@@ -297,14 +297,20 @@ def test_a_file_that_cannot_be_used_is_named(
 
 
 def test_a_blank_takes_out_what_is_marked_and_nothing_else(blanks: Path) -> None:
-    """Each line of a file with blanks is one of the full file, or says whose turn it is."""
+    """Each line of a file with blanks is one of the full file, or says whose turn it is.
+
+    Links lead from a folder that is one deeper.
+    """
     made = sorted(blanks.glob("*.py"))
     assert len(made) >= 8  # five sheets, three notebooks
     for path in made:
         folder = FOLDER if path.stem.startswith("sheet") else FOLDER.parent
         full = (folder / path.name.replace("sheet", "answers")).read_text().splitlines()
         text = path.read_text()
-        new = [line.strip() for line in text.splitlines() if line not in full]
+        for link in re.findall(r"\]\((\.\.[^)#]+)", text):
+            assert (FOLDER.parent / "blanks" / link).resolve().exists(), link
+        lines = text.replace("](../../", "](../").splitlines()
+        new = [line.strip() for line in lines if line not in full]
         assert new and "<details>" not in text  # where a notebook has its answers
         for line in new:
             assert line.startswith(("# Your turn: ", "raise NotImplemented", "# *Write your")), line
