@@ -275,7 +275,7 @@ def time_align(experiment: Alignment) -> Seconds:
 
     def time_alternation(upper_steps: int) -> float:
         """Return the seconds of an alternation of one lower step and so many upper ones."""
-        lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps, "warmup": 0}
+        lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps}
         short = replace(experiment, cfg=experiment.cfg.model_copy(update=lengths))
         return time_second(alternations_left(short, prepare(short)))
 

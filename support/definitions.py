@@ -36,6 +36,7 @@ FINDING = {"dataset", "data_seed", "split_file", "partial", "voc_difficult", "po
 MAY_CHANGE = COMPUTING | PLACES | FINDING | Machine.model_fields.keys()
 MAY_GROW = MAY_CHANGE | {"versions"}  # in a directory; a checkpoint's versions may not change
 OF_SEED = MAY_CHANGE | SEED_SETTINGS | {"start_sha256"}  # what differs between the seeds of an arm
+IN_ARM = OF_SEED | {"versions"}  # an arm may have been added to under another version
 CONTENTS = {  # by digest: the setting that names what it is of
     "weights_sha256": "weights",
     "data_sha256": "dataset",

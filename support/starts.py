@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from config import FinetuneConfig, Record
 from support.adapters import check_fits, check_settings, find_adapters, load_adapter
-from support.definitions import OF_SEED, explain, find_repeated, tell_chains_apart
+from support.definitions import IN_ARM, explain, find_repeated, tell_chains_apart
 from support.errors import UsageError
 from support.experiment import C, Experiment
 from support.files import read_json, sha256
@@ -107,7 +107,7 @@ def check_alike(starts: Sequence[Start]) -> None:
     """Refuse (UsageError) adapters that are not seeds of one arm: they differ in more than that."""
     first = starts[0]
     for start in starts:
-        differences = tell_chains_apart(start.info.chain, first.info.chain, OF_SEED | {"versions"})
+        differences = tell_chains_apart(start.info.chain, first.info.chain, IN_ARM)
         if differences:
             raise UsageError(
                 f"--from {start.file}: differs in more than the seed from {first.file}:"
