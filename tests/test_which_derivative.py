@@ -540,13 +540,64 @@ def test_the_second_analysis_knows_the_plan() -> None:
     assert json.loads(json.dumps(plan.ALIGN)) == plan.ALIGN
 
 
+# --- the page -------------------------------------------------------------------------------------
+
+PAGE = plan.RESULTS.with_suffix(".md").read_text()
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[plan.Run]:
+    return plan.read_runs(plan.RESULTS / plan.RUNS)
+
+
+def test_both_analyses_say_the_same_of_the_study(measured: list[plan.Run]) -> None:
+    said = compare_analyses(measured)
+    assert len(measured) == 512 and not any(run.diverged for run in measured)
+    assert said == {"heard", "ahead", "behind", "beyond these alphabets", "no gain of 2 points"}
+
+
+def test_the_page_has_the_rows_that_the_analysis_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    analysis.main()
+    _, rows = capsys.readouterr().out.split("64 of 64 cells are whole")
+    assert all(line in PAGE for line in rows.splitlines() if line.startswith("| "))
+
+
+def test_differences_that_were_not_planned_are_those_of_the_page(measured: list[plan.Run]) -> None:
+    """By the second analysis, from the records; a part of the alphabets has fewer degrees."""
+    accuracy = second.table(run._asdict() for run in measured)
+    three = np.array([name in ("Balinese", "Greek", "Latin") for name in second.ALPHABETS])
+
+    def told(first: str, other: str, alphabets: Any = slice(None)) -> str:
+        groups = second.differences(accuracy[alphabets], (first, other))
+        found = second.these_alphabets(groups)
+        return f"{found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})"
+
+    for alphabets in (slice(None), three, ~three):
+        assert told("N", "0v", alphabets) in PAGE
+    assert told("C", "0v") == "-1.09 (-1.71 to -0.47)" and "1.09 below (0.47 to 1.71" in PAGE
+    assert told("P", "oracle-G") == "+0.66 (-0.39 to +1.71)" and "0.66 points (-0.39" in PAGE
+
+
+def test_the_runs_came_after_the_gains_and_by_the_commit_of_the_page(
+    measured: list[plan.Run],
+) -> None:
+    times = sorted(run.time for run in measured)
+    assert {run.commit[:7] for run in measured} == {"b58489a"}
+    assert f"runs {times[0][:10]} {times[0][11:16]} to" in PAGE
+    gains = plan.read_gains(plan.RESULTS / plan.GAINS)
+    assert max(one.time for one in gains) < times[0]
+    aligning = sum(run.cpu_align for run in measured if run.arm != "P")  # P starts where 0v ends
+    hours = (aligning + sum(run.cpu_peft for run in measured)) / 3600
+    assert f"{hours:.1f} CPU-hours" in PAGE
+
+
 def test_the_first_order_gains_of_the_page_are_those_of_the_records() -> None:
-    folder = Path(plan.__file__).parent
-    page = (folder / "which_derivative.md").read_text()
-    gains = plan.read_gains(folder / "which_derivative" / plan.GAINS)
-    told = {row["arm"]: row["own steps"] for row in analysis.gain_rows(gains)}
+    told = {
+        row["arm"]: row["own steps"]
+        for row in analysis.gain_rows(plan.read_gains(plan.RESULTS / plan.GAINS))
+    }
     for arm in ("N", "A", "C"):
         figures = told[arm].replace("(", "times (", 1)
-        assert re.search(rf"{arm} {re.escape(figures)}", page)
+        assert re.search(rf"{arm} {re.escape(figures)}", PAGE)
     low, high = told["U"][6:-1].split(" to ")
-    assert f"U {told['U'][:4]} times" in page and f"{low} and {high}" in page
+    assert f"U {told['U'][:4]} times" in PAGE and f"{low} and {high}" in PAGE
