@@ -562,6 +562,22 @@ def test_the_page_has_the_rows_that_the_analysis_prints(capsys: pytest.CaptureFi
     assert all(line in PAGE for line in rows.splitlines() if line.startswith("| "))
 
 
+def test_what_other_pages_tell_of_the_study_is_rounded_from_its_rows(
+    measured: list[plan.Run],
+) -> None:
+    found = second.analyse(run._asdict() for run in measured)
+    low, mean, high = (f"{getattr(found['P', 'G'].here, x):.1f}" for x in ("low", "mean", "high"))
+    repository = plan.RESULTS.parents[1]
+    for name in ("README.md", "docs/page.md", "experiments/README.md"):
+        assert f"{mean} points" in (repository / name).read_text(), name
+    for name in ("docs/page.md", "experiments/README.md", "experiments/which_derivative.md"):
+        assert f"{low} to {high}" in (repository / name).read_text(), name
+    arms = [second.ARMS.index(arm) for arm in ("0v", "G", "N", "U")]
+    means = second.table(run._asdict() for run in measured).mean((0, 1))[arms]
+    assert f"within {np.ptp(means):.1f} points" in PAGE
+    assert f"within {np.ptp(means):.1f} points" in (repository / "docs/page.md").read_text()
+
+
 def test_differences_that_were_not_planned_are_those_of_the_page(measured: list[plan.Run]) -> None:
     """By the second analysis, from the records; a part of the alphabets has fewer degrees."""
     accuracy = second.table(run._asdict() for run in measured)
