@@ -68,8 +68,8 @@ notebooks: $(VENV)/.test  ## run the scripts in examples/ and renew the .ipynb b
 		PATH="$(abspath $(BIN)):$$PATH" PYTHONPATH="$(CURDIR)" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
 		jupytext --to ipynb --set-kernel python3 --execute $$name || exit 1; done
 
-blanks: $(VENV)/.test  ## sheets and notebooks with blanks, to be filled in; see examples/exercises.md
-	$(BIN)/python examples/exercises/blank.py
+blanks:  ## sheets and notebooks with blanks, to be filled in; see examples/exercises.md
+	$(PYTHON) examples/exercises/blank.py
 
 page: $(VENV)/.test  ## docs/index.html and docs/handout.html anew, from docs/*.md, examples/one_page.py and docs/*.svg
 	$(BIN)/python docs/page.py
