@@ -37,6 +37,7 @@ def main(results: Path = plan.RESULTS) -> None:
         print(markdown(arm_rows(runs)))
     if have_intervals(means):
         print(f"\n{markdown(compare(means, final=cells == len(plan.CELLS)))}")
+        print(f"\n{markdown(alphabet_rows(means))}")
 
 
 def gain_rows(gains: Sequence[plan.Gains]) -> list[Record]:
@@ -129,6 +130,17 @@ def by_alphabet(means: Means, pair: tuple[str, str]) -> dict[str, list[float]]:
     for task in tasks:
         gains[task[0]].append(means[pair[0], task] - means[pair[1], task])
     return gains
+
+
+def alphabet_rows(means: Means) -> list[Record]:
+    """A row for each alphabet: its mean difference in each of the comparisons, in points."""
+    rows: list[Record] = []
+    for alphabet in alphabets_of(tasks_of(means)):
+        row: Record = {"alphabet": alphabet}
+        for pair in (CONTROL, *PRIMARY, *SECONDARY):
+            row[" − ".join(pair)] = f"{fmean(by_alphabet(means, pair)[alphabet]):+.1f}"
+        rows.append(row)
+    return rows
 
 
 def within(gains: dict[str, list[float]]) -> Difference:

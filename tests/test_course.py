@@ -90,6 +90,7 @@ def test_the_first_cell_of_a_hosted_notebook_finds_the_repository(way: str, tmp_
     pip.mkdir()
     (pip / "__init__.py").touch()
     (pip / "__init__.py").touch()
+    (pip / "__init__.py").touch()
     (pip / "__main__.py").write_text("import sys; open('asked', 'a').write(repr(sys.argv[1:]))")
     if way == "git":
         for words in ("init --quiet", "add .", "-c user.name=a -c user.email=b commit -qm c"):

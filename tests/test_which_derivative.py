@@ -580,7 +580,8 @@ def test_what_other_pages_tell_of_the_study_is_rounded_from_its_rows(
 
 def test_differences_that_were_not_planned_are_those_of_the_page(measured: list[plan.Run]) -> None:
     """By the second analysis, from the records; a part of the alphabets has fewer degrees."""
-    accuracy = second.table(run._asdict() for run in measured)
+    records = [run._asdict() for run in measured]
+    accuracy = second.table(records)
     three = np.array([name in ("Balinese", "Greek", "Latin") for name in second.ALPHABETS])
 
     def told(first: str, other: str, alphabets: Any = slice(None)) -> str:
@@ -590,8 +591,25 @@ def test_differences_that_were_not_planned_are_those_of_the_page(measured: list[
 
     for alphabets in (slice(None), three, ~three):
         assert told("N", "0v", alphabets) in PAGE
-    assert told("C", "0v") == "-1.09 (-1.71 to -0.47)" and "1.09 below (0.47 to 1.71" in PAGE
-    assert told("P", "oracle-G") == "+0.66 (-0.39 to +1.71)" and "0.66 points (-0.39" in PAGE
+    assert told("P", "0v")[:-1] in PAGE
+    assert told("C", "G") == "-1.48 (-2.06 to -0.90)" and "C 1.48 (0.90 to 2.06;" in PAGE
+    for first, other, left_out in (("A", "G", "Early_Aramaic"), ("G", "0v", "Tagalog")):
+        others = np.array([name != left_out for name in second.ALPHABETS])
+        figures = told(first, other, others)[:-1]
+        assert figures in PAGE or figures.replace(" (", "; ") in PAGE
+    gains = accuracy[:, :, second.ARMS.index("U")] - accuracy[:, :, second.ARMS.index("G")]
+    words = [f"{gain:+.1f}" for gain in gains.mean(0)]
+    assert f"{', '.join(words[:3])} and {words[3]}" in PAGE
+    assert len({run.weights for run in measured}) == 8
+    for rate, first, other, alphabets in (
+        ("0.02", "N", "0v", three),
+        ("0.03", "oracle-G", "0v", slice(None)),
+    ):
+        at_one_rate = [
+            one | {"ends": dict.fromkeys(second.RATES, one["ends"][rate])} for one in records
+        ]
+        accuracy = second.table(at_one_rate)
+        assert told(first, other, alphabets) in PAGE
 
 
 def test_the_runs_came_after_the_gains_and_by_the_commit_of_the_page(
@@ -599,7 +617,7 @@ def test_the_runs_came_after_the_gains_and_by_the_commit_of_the_page(
 ) -> None:
     times = sorted(run.time for run in measured)
     assert {run.commit[:7] for run in measured} == {"b58489a"}
-    assert f"runs {times[0][:10]} {times[0][11:16]} to" in PAGE
+    assert f"Runs {times[0][:10]} {times[0][11:16]} to" in PAGE
     gains = plan.read_gains(plan.RESULTS / plan.GAINS)
     assert max(one.time for one in gains) < times[0]
     aligning = sum(run.cpu_align for run in measured if run.arm != "P")  # P starts where 0v ends
@@ -608,10 +626,9 @@ def test_the_runs_came_after_the_gains_and_by_the_commit_of_the_page(
 
 
 def test_the_first_order_gains_of_the_page_are_those_of_the_records() -> None:
-    told = {
-        row["arm"]: row["own steps"]
-        for row in analysis.gain_rows(plan.read_gains(plan.RESULTS / plan.GAINS))
-    }
+    rows = analysis.gain_rows(plan.read_gains(plan.RESULTS / plan.GAINS))
+    assert all(f"{row['arm']} {row['next steps']}" in PAGE for row in rows if row["arm"] != "G")
+    told = {row["arm"]: row["own steps"] for row in rows}
     for arm in ("N", "A", "C"):
         figures = told[arm].replace("(", "times (", 1)
         assert re.search(rf"{arm} {re.escape(figures)}", PAGE)
