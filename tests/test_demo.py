@@ -8,13 +8,12 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from PIL import Image
-from toy import ROOT, call, read_records
+from toy import call, read_records
 
 import experiments.demo
 from align import AlignResult, align, new_pretext_task
@@ -130,15 +129,6 @@ def test_a_folder_of_something_else_is_no_place_for_the_demo(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="holds roses"):
         demo.demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["roses"]
-
-
-def test_the_readme_says_how_many_fine_tunings_an_alignment_takes_as_long_as() -> None:
-    with (ROOT / "experiments/demo.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    align = fmean(float(row["CPU-s before"]) for row in rows if row["arm"] == "aligned")
-    direct = fmean(float(row["CPU-s"]) for row in rows if row["arm"] == "direct")
-    words = f"takes {align / direct:.1f} times as long as a fine-tuning of 25 epochs"
-    assert words in (ROOT / "README.md").read_text()
 
 
 def test_the_backbone_that_comes_with_the_program_fills_in_characters() -> None:
