@@ -6,13 +6,11 @@ take the page's colours, light or dark.
     descent.svg   notebook 1's last picture: where descents with five hypergradients end, and with 0
     mfac.svg      what M-FAC makes of g, as it stores more and more gradients
     letters.svg   what the decoder fills in
-    factors.svg   λ / (κ + λ), with what M-FAC sees in this run
 """
 
 import contextlib
 import io
 import os
-import re
 import runpy
 import sys
 import tempfile
@@ -236,48 +234,19 @@ def letters(ran: dict[str, Any]) -> None:
     plot.save(height=298)
 
 
-def factors(kappa: float) -> None:
-    """The factor of Eq. 5 by curvature, and what M-FAC finds."""
-    x = scale(-4, 2, LEFT, WIDTH - RIGHT)
-    y = scale(0, 1.05, HEIGHT - BOTTOM, TOP)
-    plot = Plot(
-        "factors",
-        "The factor λ / (κ + λ), by curvature",
-        f"The factor falls from 1, where the curvature κ is small beside λ, to 0. M-FAC sees κ up "
-        f"to {kappa} λ, where the factor is near 1.",
-    )
-    plot.box(x(-4), TOP, x(np.log10(kappa)) - x(-4), HEIGHT - BOTTOM - TOP, "band blue")
-    plot.path([(x(n), y(1 / (10**n + 1))) for n in np.linspace(-4, 2, 121)], "curve")
-    plot.words(x(-4) + 10, y(0.62), "what M-FAC sees:", "blue")
-    plot.words(x(-4) + 10, y(0.62) + 18, f"κ up to {kappa} λ", "blue")
-    plot.axes(
-        [(x(n), power(n)) for n in range(-4, 3)],
-        [(y(n), f"{n:.1f}") for n in (0, 0.5, 1)],
-        "curvature κ of a direction, in units of λ",
-        "share of g that q keeps there",
-    )
-    plot.save()
-
-
 def main() -> None:
     """Draws all."""
     matplotlib.use("Agg")
     descent()
     mfac()
     printed = io.StringIO()
-    sys.argv = ["one_page.py", "--measure"]
+    sys.argv = ["one_page.py"]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
         os.chdir(folder)  # one_page.py draws its picture where it is started
         torch.set_default_dtype(torch.float32)  # notebook 1 takes float64
         ran = runpy.run_path(str(EXAMPLES / "one_page.py"), run_name="__main__")
     print(printed.getvalue())
-    sees = re.findall(r"κ up to ([\d.]+) λ, on (\d+)%", printed.getvalue())
-    kappa = max(float(value) for value, _ in sees)
-    print(
-        f"M-FAC sees κ up to {kappa} λ, on at most {max(int(share) for _, share in sees)} % of |g|²"
-    )
     letters(ran)
-    factors(kappa)
 
 
 if __name__ == "__main__":

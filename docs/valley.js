@@ -13,9 +13,10 @@
   const slider = (name, rest) => `<label>${name} <input type=range ${rest}><output></output></label>`;
   svg.parentNode.insertAdjacentHTML("beforeend", "<div id=play>"
     + slider("spring λ", "id=lam min=-2 max=2 step=.1 value=0")
-    + slider("images per stored gradient", "id=images max=8 value=0")
+    + "<details id=more><summary>g, q and three descents</summary>"
     + [..."qgn"].map(k => `<button id=b${k}>descend with ${names[k]}</button> `).join("")
-    + "<div id=says role=status></div></div>");
+    + slider("images per stored gradient", "id=images max=8 value=0")
+    + "<div id=says role=status></div></details></div>");
   const set = (id, values) => { for (const k in values) $(id).setAttribute(k, values[k]); };
   const show = (id, on) => $(id).style.display = on ? "" : "none";
   const fix = x => +x.toFixed(2);
@@ -58,14 +59,17 @@
     // At rest the spring's force is the valley's, turned round; a long one is drawn shorter.
     const f = P.map((p, i) => kappa[i] * p), short = Math.min(.35, 50 / hypot(...f));
     const arrow = (at, v, by) => [at, at.map((x, i) => x + by * v[i])];
-    // Beside the marks of an end there is no room for them.
-    const arrows = Object.keys(ends)[0] ? {} : { g: arrow(P, s.g, -.35), q: arrow(D, s.q, -.35), s: arrow(P, f, short), v: arrow(P, f, -short) };
+    // Beside the marks of an end there is no room for arrows, and at rest none for dots and spring.
+    const ended = Object.keys(ends)[0], rests = ended && $("says").ariaBusy != "true";
+    for (const id of ["spring", "cD", "cP", "tD", "tP"]) show(id, !rests);
+    const arrows = ended ? {} : { g: arrow(P, s.g, -.35), q: arrow(D, s.q, -.35), s: arrow(P, f, short), v: arrow(P, f, -short) };
     const zero = [0, 0], spots = { D, P, aim, zero }, dots = { cD: D, grip: D, cP: P, ca: aim, cz: zero };
     for (const k of "gqsv") {
       const [at, to] = arrows[k] || [P, P];
       set("a" + k, { d: `M${at.map(fix)}L${to.map(fix)}` });
-      show("a" + k, arrows[k]);
-      show("t" + k, hypot(to[0] - at[0], to[1] - at[1]) > 5); // too short to be seen: no name
+      const late = "gq".includes(k) && !$("more").open; // g and q are for later
+      const seen = !late && hypot(to[0] - at[0], to[1] - at[1]) > 5;
+      for (const id of ["a", "t"]) show(id + k, seen); // too short: neither arrow nor name
       spots[k] = to;
     }
     for (const k in names) {
@@ -126,6 +130,7 @@
     if (by) { e.preventDefault(); move(D.map((x, i) => x + by[i])); }
   };
   $("lam").oninput = $("images").oninput = forget;
+  $("more").ontoggle = draw;
   for (const k in names) $("b" + k).onclick = () => descend(k);
   onresize = draw;
   draw();

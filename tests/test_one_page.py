@@ -130,27 +130,6 @@ RECORDED = {
 }
 
 
-KAPPA, SHARE = 0.013, 28  # what M-FAC sees at most: κ / λ, and the share of |g|² in per cent
-
-
-def test_page_and_picture_show_what_m_fac_sees() -> None:
-    text = (ROOT / "docs/page.md").read_text()
-    assert f"at most ${KAPPA} \\lambda$" in text
-    assert f"at least {1 / (1 + KAPPA):.3f} of $g$" in text
-    assert f"κ up to {KAPPA} λ" in (ROOT / "docs/factors.svg").read_text()
-
-
-def test_what_is_measured_is_the_largest_eigenvalue_and_a_projection() -> None:
-    """Against the dense F."""
-    rng = torch.Generator().manual_seed(5)
-    G = torch.randn(page.N_L, 40, generator=rng).double() / 100
-    g = torch.randn(40, generator=rng).double()
-    kappa, share = page.seen(G, g)
-    close(kappa * page.LAM, torch.linalg.eigvalsh(G.T @ G / page.N_L)[-1], 1e-10)
-    inside = G.T @ torch.linalg.lstsq(G.T, g[:, None]).solution
-    close(share, inside.square().sum() / g.square().sum(), 1e-10)
-
-
 def read_table(text: str) -> dict[int, list[float]]:
     """The accuracies of each line that names an epoch."""
     table = {}
@@ -172,14 +151,10 @@ def test_it_runs_from_any_folder_with_its_two_files_and_nothing_else(tmp_path: P
         folder = tmp_path / "lifted" / file.parent.name
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, folder)
-    line = [sys.executable, tmp_path / "lifted/examples" / PAGE.name, "--measure"]
+    line = [sys.executable, tmp_path / "lifted/examples" / PAGE.name]
     names = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     done = subprocess.run(line, cwd=tmp_path, env=names, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sees = re.findall(r"κ up to ([\d.]+) λ, on (\d+)%", done.stdout)
-    assert len(sees) == 6
-    assert abs(max(float(kappa) for kappa, _ in sees) - KAPPA) < 0.004
-    assert abs(max(int(share) for _, share in sees) - SHARE) < 8
     table = read_table(done.stdout)
     assert [*table] == [*RECORDED]
     assert (tmp_path / "one_page.png").exists()

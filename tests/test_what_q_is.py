@@ -10,8 +10,9 @@ import torch
 
 from align import align
 from config import AlignConfig
-from experiments import what_q_is
+from experiments import images_per_gradient, what_q_is
 from experiments.newton import compare, squared_length_inside
+from experiments.recipe import markdown
 
 
 def test_traces_and_curvatures_are_those_of_dense_matrices() -> None:
@@ -122,3 +123,30 @@ def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
     assert max(row["product"] for row in rows) < 0.055
     shares = [100 * row["share"] for row in rows]
     assert [round(min(shares)), round(max(shares))] == [6, 63]
+
+
+def test_the_table_of_images_is_that_of_the_file() -> None:
+    page = what_q_is.ROWS.with_suffix(".md").read_text()
+    rows = json.loads(images_per_gradient.ROWS.read_text())
+    assert markdown(rows) in page
+    for alphabet, of_batch, of_loss in (("Tagalog", 83, 71), ("Early_Aramaic", 79, 75)):
+        F = {
+            row["images"]: float(row["F along g, in λ"])
+            for row in rows
+            if row["alphabet"] == alphabet
+        }
+        (N,) = {float(row["N along g, in λ"]) for row in rows if row["alphabet"] == alphabet}
+        assert [round(F[1] / F[64]), round(N / F[1])] == [of_batch, of_loss]
+        assert f"{of_batch}" in page and f"1/{of_loss}" in page
+
+
+@pytest.mark.slow
+def test_f_shrinks_with_the_images_of_a_stored_gradient_and_n_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all gradients are of the same images and masks, F along g would not change."""
+    monkeypatch.setattr(images_per_gradient, "IMAGES", (1, 16))
+    one, many = images_per_gradient.measure("Tagalog", gradients=40, **FEW)
+    assert float(one["F along g, in λ"]) > 4 * float(many["F along g, in λ"])
+    assert one["N along g, in λ"] == many["N along g, in λ"]
+    assert one["|q|/|g| with F"] < many["|q|/|g| with F"]
