@@ -85,8 +85,8 @@ RELEASED: Recipe = [
 def defaults_of(kind: type[BaseModel], recipe: Recipe, given: Defaults) -> Defaults:
     """Return the defaults that a recipe has for the settings that are `given`.
 
-    Later pairs win. A setting that is not given is matched by its own default. Values that `kind`,
-    the class of the settings, does not have are left out.
+    Later pairs win. A setting that is not given is matched by its own default. `kind` is the class
+    of the settings. A recipe serves several commands, so values that this one lacks are left out.
 
     >>> from config import AlignConfig
     >>> defaults_of(AlignConfig, AlignConfig.paper, {"backbone": "vit_l16", "dataset": "dtd"})

@@ -8,13 +8,18 @@ from typing import Any
 from support.suggestions import say_not_here
 
 Content = dict[str, Any]  # what a file has by name
+NO_RUN = (  # the remedy where --from names nothing
+    "give an align or finetune run, or plan before it is there: --dry-run with its --backbone and"
+    " --dataset"
+)
 
 
 def read_settings(path: Path) -> Content:
     """Read settings from a TOML file, or from JSON such as a run's config.json.
 
-    What a config.json says beside settings is left out. Raises ValueError, as `read_table`.
+    Raises ValueError, as `read_table`.
     """
+    # A config.json also says this of its run, and digests: see `runs.define`.
     no_settings = {"format", "command", "versions", "images"}
     return {
         name: value
@@ -54,11 +59,13 @@ def read_run(run: Path) -> Content:
     pretrain run, which has no adapter.
     """
     if not run.exists():
-        raise ValueError(say_not_here(run, "give an align or finetune run"))
-    file = (run.parent if run.is_file() else find_runs(run)[0]) / "config.json"
+        raise ValueError(say_not_here(run, NO_RUN))
+    is_adapter = run.is_file()
+    directory = run.parent if is_adapter else find_runs(run)[0]
+    file = directory / "config.json"
+    if is_adapter and not file.exists():
+        return {}
     if not file.exists():
-        if run.is_file():
-            return {}
         raise ValueError("is no align or finetune run, and no folder of them")
     try:
         settings = read_table(file)

@@ -58,6 +58,12 @@ def begin(
         pass
 
 
+def save_now(run: runs.Run) -> None:
+    """Write the checkpoint, as a run does when --save-minutes have passed."""
+    run.keep()
+    run.save()
+
+
 def test_a_directory_of_something_else_is_never_taken_over(tmp_path: Path) -> None:
     """Also where a file is called as one of a run is."""
     (tmp_path / "file").write_text("precious")
@@ -115,11 +121,11 @@ def test_a_pretext_task_of_ones_own_is_known_by_its_class_and_content_wherever_i
     digests = {"pretext_sha256": "1" * 64}
     cfg = config(pretext="tasks/mine.py:Mine")
     with open_run(tmp_path, "align", cfg, digests) as run:
-        run.save_if_due(due=True)
+        save_now(run)
     for place in ("/moved/mine.py", "tasks/renamed.py"):
         with open_run(tmp_path, "align", config(pretext=f"{place}:Mine"), digests) as run:
             assert run.saved
-            run.save_if_due(due=True)
+            save_now(run)
     with pytest.raises(UsageError, match="is another run: pretext Mine -> Other; "):
         begin(tmp_path, digests=digests, pretext="tasks/mine.py:Other")
     with pytest.raises(UsageError, match="content of --pretext is another"):
@@ -131,7 +137,7 @@ def test_a_finished_run_is_only_read_wherever_it_lies(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with open_run(out, "align", config(), {}) as run:
         run.log({"step": 1})
-        run.save_if_due(due=True)
+        save_now(run)
         saved = (out / "checkpoint.pt").read_bytes()
         run.finish({"accuracy": 70.0})
         assert run.result is not None
@@ -153,9 +159,9 @@ def test_tensors_records_and_time_go_on_from_the_checkpoint(tmp_path: Path) -> N
         run.restore({"x": torch.ones(2)}, {})
         run.log({"step": 1})
         run.cpu_began -= 1000
-        run.save_if_due(due=True)
+        save_now(run)
         run.log({"step": 2})
-        run.save_if_due()  # not due: nothing is saved
+        run.save_if_due()  # --save-minutes have not passed: nothing is saved
     with open_run(tmp_path, "align", config(), {}) as run:
         x = torch.zeros(2)
         run.restore({"x": x}, {})
@@ -206,7 +212,7 @@ def test_a_run_of_another_version_or_format_is_refused_by_name(
 ) -> None:
     """Of another version, only where a checkpoint is gone on with."""
     with open_run(tmp_path, "align", config(), {}) as run:
-        run.save_if_due(due=True)
+        save_now(run)
     file = tmp_path / "config.json"
     recorded = json.loads(file.read_text())
     with monkeypatch.context() as patch:
@@ -227,7 +233,7 @@ def test_a_checkpoint_of_another_run_or_of_edited_settings_is_refused(tmp_path: 
     The copied one is of another seed.
     """
     with open_run(tmp_path / "a", "align", config(), {}) as run:
-        run.save_if_due(due=True)
+        save_now(run)
     begin(tmp_path / "a", workers=0)
     begin(tmp_path / "b", seed=1)
     shutil.copy(tmp_path / "a/checkpoint.pt", tmp_path / "b")
@@ -592,7 +598,7 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Pa
     and so is what says how the machine works. The stop was a SIGHUP.
     """
     images(9)
-    line = align_line(weights.parent, "--pool pool --out a")
+    line = align_line(weights.parent, "--pool pool --out a --save-minutes 0")
     assert cut(line, lambda: os.kill(os.getpid(), signal.SIGHUP), "checkpoint.pt") == 129
     assert "lam 0.001 -> 0.5" in refusal(f"{line} --lam 0.5")
     Path("pool/0.png").rename("pool/x.png")
