@@ -170,7 +170,7 @@ def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -
     """List the images in all class folders of the parts of `root`."""
     listed = Listed({}, count_beside({root, *parts.values()}), [])
     class_folders = {path for place in parts.values() for path in subfolders(place)}
-    neither = {*subfolders(root)} - class_folders - {*parts.values()}  # they lie beside parts
+    neither = {*folders_beside(root, parts)} - class_folders  # neither parts nor classes
     listed.left_out.update(count_in(neither))
     for part, place in parts.items():
         entries = listed.entries[part] = []
@@ -231,7 +231,9 @@ def check_parts(root: Path, parts: Mapping[str, Path]) -> None:
             f"{root} holds {names}, but no train: put the classes to train on into {root}/train/,"
             f" or rename {names} if these are classes"
         )
-    if set(parts) == {"train"} and (beside := list_beside(root, parts)):
+    if len(parts) > 1:
+        return
+    if beside := [path.name for path in folders_beside(root, parts) if find_images(path).images]:
         raise ValueError(
             f"{parts['train']} holds class folders, and {', '.join(beside)} beside it is no part:"
             f" if these are classes, rename {parts['train'].name}, else put them elsewhere"
@@ -247,10 +249,9 @@ def part_of(name: str) -> str | None:
     return PARTS.get(re.sub(r"[ _-]?set$", "", name.lower()))
 
 
-def list_beside(root: Path, parts: Mapping[str, Path]) -> list[str]:
-    """Return the names of the folders beside the parts that have images."""
-    beside = [path for path in subfolders(root) if path not in parts.values()]
-    return [path.name for path in beside if find_images(path).images]
+def folders_beside(root: Path, parts: Mapping[str, Path]) -> list[Path]:
+    """Return the folders directly in `root` that are no parts."""
+    return [path for path in subfolders(root) if path not in parts.values()]
 
 
 def holds_class_folders(place: Path) -> bool:
@@ -265,7 +266,7 @@ def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
     They are if there is no train, and there are folders beside them, none of which has the name of
     a folder inside them.
     """
-    beside = {path.name for path in subfolders(root)} - {path.name for path in parts.values()}
+    beside = {path.name for path in folders_beside(root, parts)}
     inside = {path.name for place in parts.values() for path in subfolders(place)}
     return "train" not in parts and bool(beside) and not beside & inside
 
