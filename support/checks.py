@@ -27,7 +27,7 @@ def check_task(task: Task) -> None:
             raise ValueError(f"{name}: is a {kind}; give data.Split(images, labels)")
         check_images(split.images, name)
         check_labels(split, name, task.classes)
-    if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
+    if len({split.targets.ndim for split in task.splits().values()}) > 1:
         raise ValueError("labels: of all splits one class an image, or of all several")
     if not are_cut_alike(task.val, task.test, task.uncut):
         raise ValueError("val and test: give their images in one size, or all of them as files")
@@ -112,15 +112,16 @@ def check_images(images: Stored, name: str) -> None:
 
     `name` says what has them, such as "train" or "pool".
     """
-    if not isinstance(images, Tensor | Sequence):
+    is_list = isinstance(images, Sequence) and all(isinstance(file, Path) for file in images)
+    if not (is_list or isinstance(images, Tensor)):
         kind = type(images).__name__
-        raise ValueError(f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path")
+        raise ValueError(
+            f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path alone"
+        )
     if not len(images):
         raise ValueError(f"{name}: has no images")
     if isinstance(images, Tensor):
         check_pixels(images, name)
-    elif not all(isinstance(file, Path) for file in images):
-        raise ValueError(f"{name}: images have to be one tensor, or a list of pathlib.Path")
     elif len({file.is_absolute() for file in images}) > 1:
         # A pool's or task's digest names each file below the folder that holds all of them.
         raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")

@@ -325,11 +325,12 @@ def skip_single_folders(place: Path) -> Path:
 def count_beside(places: Iterable[Path]) -> Counter[str]:
     """Return how many files lie beside class folders or parts, by ending."""
     left_out = Counter[str]()
-    for path in (path for place in places for path in shown(place)):
-        if not path.is_dir():
-            ending = path.suffix.lower()
-            is_image = ending in IMG_EXTENSIONS
-            left_out[f"{ending} beside class folders" if is_image else ending] += 1
+    for place in places:
+        for path in shown(place):
+            if not path.is_dir():
+                ending = path.suffix.lower()
+                is_image = ending in IMG_EXTENSIONS
+                left_out[f"{ending} beside class folders" if is_image else ending] += 1
     return left_out
 
 
