@@ -299,13 +299,10 @@ def list_classes(parts: Mapping[str, Path]) -> list[str]:
 def say_too_few(place: Path, classes: Sequence[str]) -> str:
     """Return that a folder of class folders has none or one, its `classes`, and what to do."""
     inside = skip_single_folders(place)
-    has_nothing_to_read = not classes and not has_images(place)
     if len(subfolders(inside)) > 1:
         remedy = f"the classes may be in {inside}: give that"
-    elif has_nothing_to_read:
-        remedy = f"put the images into {place}/CLASS/; {CONVERT}"
     else:
-        remedy = f"put the images into {place}/CLASS/"
+        remedy = f"put the images into {place}/CLASS/; {CONVERT}"
     holds = ", ".join(classes) or "none"
     return f"needs two or more class folders, and {place} holds {holds}: {remedy}"
 
