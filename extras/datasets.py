@@ -60,22 +60,28 @@ def check(
     subset. `track` shows how far the reading of images is. Raises UsageError if there is no such
     data set.
     """
-    given = name
+    given = name  # of a folder, with or without "folder:"; `name` has it from here on
     with as_usage_error("data check"):
         name = name_or_folder(given)
     if as_pool and not name.startswith("folder:"):
         raise UsageError(f"--pool: is for a folder of images; {name} is checked as what it is")
     place = place_of(name, root)
-    is_handwriting = name.partition(":")[0] == "omniglot"  # this program has it, not a folder
-    if not is_handwriting and not place.is_dir():
-        missing = f"there is no folder {place}; {FETCH.format(name)}"
-        raise UsageError(f"{name}: {missing if name in NAMES else say_no_folder(place)}")
+    check_there(name, place)
     is_task = not as_pool and is_labelled(given, place)
     problems: list[str] = []
     source: Task | Pool | None = None
     with collected(problems):  # it goes on with the images where opening is refused
         source = open_task(name, 0, root, partial=partial) if is_task else open_pool(name, root)
     return look_through(name, place, source, problems, track)
+
+
+def check_there(name: str, place: Path) -> None:
+    """Raise UsageError where the folder `place` of a data set is not there."""
+    if name.startswith("omniglot") or place.is_dir():  # handwriting is a part of this program
+        return
+    if name in NAMES:
+        raise UsageError(f"{name}: there is no folder {place}; {FETCH.format(name)}")
+    raise UsageError(f"{name}: {say_no_folder(place)}")
 
 
 def is_labelled(given: str, place: Path) -> bool:

@@ -27,10 +27,9 @@ def check_task(task: Task) -> None:
             raise ValueError(f"{name}: is a {kind}; give data.Split(images, labels)")
         check_images(split.images, name)
         check_labels(split, name, task.classes)
-    if len({split.targets.ndim for split in (task.train, task.val, task.test)}) > 1:
+    if len({split.targets.ndim for split in task.splits().values()}) > 1:
         raise ValueError("labels: of all splits one class an image, or of all several")
-    if not task.uncut and size_in_memory(task.val) != size_in_memory(task.test):
-        # An image that has the network's size is taken whole, others are cut, see `data.Images`.
+    if not are_cut_alike(task.val, task.test, task.uncut):
         raise ValueError("val and test: give their images in one size, or all of them as files")
 
 
@@ -43,6 +42,15 @@ def check_classes(classes: Sequence[str]) -> None:
         )
     if len(set(classes)) < max(2, len(classes)):
         raise ValueError("classes: two or more names are needed, each once")
+
+
+def are_cut_alike(val: Split, test: Split, uncut: bool) -> bool:
+    """Whether images of val and test lose the same share at their edges when they are scored.
+
+    Those in memory that have the network's size lose nothing, all others their edges, see
+    `data.Images`. With `uncut`, no image loses any.
+    """
+    return uncut or size_in_memory(val) == size_in_memory(test)
 
 
 def size_in_memory(split: Split) -> tuple[int, ...] | None:
@@ -84,16 +92,19 @@ def check_pool(pool: Pool) -> None:
 
 def check_channels(mean: Channels, std: Channels) -> None:
     """Raise ValueError where mean and std are not those of three channels of pixels in [0, 1]."""
-    if not (isinstance(mean, Sequence) and isinstance(std, Sequence)):
-        raise ValueError("mean and std: give three numbers each, such as (0.5, 0.5, 0.5)")
-    if not all(isinstance(x, Real) for x in (*mean, *std)):
-        raise ValueError(f"mean {mean} and std {std}: give three numbers each")
-    are_three = len(mean) == len(std) == 3
-    if not (are_three and all(0 <= x <= 1 for x in mean) and all(0 < x <= 1 for x in std)):
+    given = f"mean {mean} and std {std}"
+    if not (are_three_numbers(mean) and are_three_numbers(std)):
+        raise ValueError(f"{given}: give three numbers each, such as (0.5, 0.5, 0.5)")
+    if not (all(0 <= x <= 1 for x in mean) and all(0 < x <= 1 for x in std)):
         raise ValueError(
-            f"mean {mean} and std {std}: needed are three numbers from 0 to 1 each, as of pixels"
-            " from 0 to 1, and no std of 0"
+            f"{given}: give numbers from 0 to 1, as of pixels from 0 to 1, and no std of 0"
         )
+
+
+def are_three_numbers(values: Channels) -> bool:
+    """Whether something is a sequence of three numbers."""
+    is_of_three = isinstance(values, Sequence) and len(values) == 3
+    return is_of_three and all(isinstance(x, Real) for x in values)
 
 
 def check_images(images: Stored, name: str) -> None:
@@ -101,16 +112,18 @@ def check_images(images: Stored, name: str) -> None:
 
     `name` says what has them, such as "train" or "pool".
     """
-    if not isinstance(images, Tensor | Sequence):
+    is_list = isinstance(images, Sequence) and all(isinstance(file, Path) for file in images)
+    if not (is_list or isinstance(images, Tensor)):
         kind = type(images).__name__
-        raise ValueError(f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path")
+        raise ValueError(
+            f"{name}: images are a {kind}; give one tensor, or a list of pathlib.Path alone"
+        )
     if not len(images):
         raise ValueError(f"{name}: has no images")
     if isinstance(images, Tensor):
         check_pixels(images, name)
-    elif not all(isinstance(file, Path) for file in images):
-        raise ValueError(f"{name}: images have to be one tensor, or a list of pathlib.Path")
     elif len({file.is_absolute() for file in images}) > 1:
+        # A pool's or task's digest names each file below the folder that holds all of them.
         raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
 
 

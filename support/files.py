@@ -77,30 +77,32 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
     raise Busy. Raises Stopped after a signal.
     """
     lock = FileLock(path / ".lock")
-    is_told = False
-    while True:
-        is_locked = False
-        if world().rank == 0:
-            with as_usage_error(f"--out {path}: cannot be made or locked"), suppress(Timeout):
-                path.mkdir(parents=True, exist_ok=True)
-                check_locks(path / ".lock")
-                lock.acquire(timeout=0)
-                is_locked = True
-        if process_0_says(is_locked):
-            break
+    if not is_taken(lock, path):
         if not wait:
             raise Busy(
                 f"--out {path}: another process is at work in it; wait, or give another --out"
             )
-        if not is_told:
-            LOG.info(WAITING, path)
-            is_told = True
-        stop_if_asked()
-        time.sleep(0.5)
+        LOG.info(WAITING, path)
+        while not is_taken(lock, path):
+            stop_if_asked()
+            time.sleep(0.5)
     try:
         yield
     finally:
         lock.release()  # does nothing in torchrun's other processes, which do not have it
+
+
+def is_taken(lock: FileLock, path: Path) -> bool:
+    """Try to take the lock of the directory `path`, which is made; returns whether it is ours.
+
+    Of torchrun's processes the first one takes it for all, and all return the same.
+    """
+    if world().rank == 0:
+        with as_usage_error(f"--out {path}: cannot be made or locked"), suppress(Timeout):
+            path.mkdir(parents=True, exist_ok=True)
+            check_locks(path / ".lock")
+            lock.acquire(timeout=0)
+    return process_0_says(lock.is_locked)
 
 
 def check_locks(lock: Path) -> None:

@@ -51,33 +51,35 @@ def find_images(root: Path) -> Found:
     Links are followed, but no folder is entered twice: a link may lead back.
     """
     found = Found([], Counter(), [])
-    entered = set[Path]()  # where the folders really lie
-    to_enter = [root]
-    while to_enter:
-        place = to_enter.pop()
-        real = place.resolve()
-        if real in entered:
-            continue
-        entered.add(real)
-        try:
-            paths = shown(place)
-        except OSError as error:
-            found.faults.append(f"{place}: cannot be read ({error.strerror}); see its permissions")
-            continue
-        # `to_enter` gives back first what was put on it last. So folders are put on it in reverse,
-        # and entered in order: if a folder has two names, the first one in order counts.
-        for path in reversed(paths):
-            # A name like this may be that of a folder or of a broken link. Reading it will say so.
-            if path.suffix.lower() in IMG_EXTENSIONS:
-                found.images.append(path)
-            elif path.is_dir():
-                to_enter.append(path)
-            elif leads_nowhere(path):
-                found.faults.append(say_nowhere(path))
-            else:
-                found.left_out[path.suffix.lower()] += 1
+    look_into(root, found, set())
     found.images.sort(key=str)  # as text, by which a-b/1.png comes before a/1.png
     return found
+
+
+def look_into(place: Path, found: Found, entered: set[Path]) -> None:
+    """Add what lies below a folder to `found`, unless it is one of those already `entered`.
+
+    Folders are entered by name: of two links to the same folder, the first one counts.
+    """
+    real = place.resolve()  # where the folder lies, if `place` is a link
+    if real in entered:
+        return
+    entered.add(real)
+    try:
+        paths = shown(place)
+    except OSError as error:
+        found.faults.append(f"{place}: cannot be read ({error.strerror}); see its permissions")
+        return
+    for path in paths:
+        # A folder or a broken link may be called like an image. Reading it will say so.
+        if path.suffix.lower() in IMG_EXTENSIONS:
+            found.images.append(path)
+        elif path.is_dir():
+            look_into(path, found, entered)
+        elif leads_nowhere(path):
+            found.faults.append(say_nowhere(path))
+        else:
+            found.left_out[path.suffix.lower()] += 1
 
 
 def shown(place: Path) -> list[Path]:
@@ -167,8 +169,9 @@ class Listed(NamedTuple):
 def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -> Listed:
     """List the images in all class folders of the parts of `root`."""
     listed = Listed({}, count_beside({root, *parts.values()}), [])
-    if root not in parts.values():  # then folders beside the parts are no classes, but left out
-        listed.left_out.update(count_in({*subfolders(root)} - {*parts.values()}))
+    class_folders = {path for place in parts.values() for path in subfolders(place)}
+    neither = {*folders_beside(root, parts)} - class_folders  # neither parts nor classes
+    listed.left_out.update(count_in(neither))
     for part, place in parts.items():
         entries = listed.entries[part] = []
         for class_folder in subfolders(place):
@@ -198,8 +201,8 @@ def find_parts(root: Path) -> dict[str, Path]:
     A folder that has one of the names in PARTS is a part if it holds class folders; else it is a
     class. If `are_classes` finds that all of them are classes, there are no parts.
 
-    Raises ValueError for two parts of one meaning, for parts without train, for a train that is the
-    only part beside other folders, and where a link leads nowhere: each may be meant in two ways.
+    Raises ValueError for two parts of one meaning, for those that `check_parts` refuses, and where
+    a link leads nowhere: each may be meant in two ways.
     """
     check_links([root])
     parts: dict[str, Path] = {}
@@ -212,19 +215,29 @@ def find_parts(root: Path) -> dict[str, Path]:
         parts[part] = path
     if not parts or are_classes(root, parts):
         return {"train": root}
+    check_parts(root, parts)
+    check_links(parts.values())
+    return parts
+
+
+def check_parts(root: Path, parts: Mapping[str, Path]) -> None:
+    """Raise ValueError for parts without train, and for a train that may be a class.
+
+    It may be one if it is the only part, and other folders with images lie beside it.
+    """
     if "train" not in parts:
         names = ", ".join(path.name for path in parts.values())
         raise ValueError(
             f"{root} holds {names}, but no train: put the classes to train on into {root}/train/,"
             f" or rename {names} if these are classes"
         )
-    if set(parts) == {"train"} and (beside := list_beside(root, parts)):
+    if len(parts) > 1:
+        return
+    if beside := [path.name for path in folders_beside(root, parts) if find_images(path).images]:
         raise ValueError(
             f"{parts['train']} holds class folders, and {', '.join(beside)} beside it is no part:"
             f" if these are classes, rename {parts['train'].name}, else put them elsewhere"
         )
-    check_links(parts.values())
-    return parts
 
 
 def part_of(name: str) -> str | None:
@@ -236,10 +249,9 @@ def part_of(name: str) -> str | None:
     return PARTS.get(re.sub(r"[ _-]?set$", "", name.lower()))
 
 
-def list_beside(root: Path, parts: Mapping[str, Path]) -> list[str]:
-    """Return the names of the folders beside the parts that have images."""
-    beside = [path for path in subfolders(root) if path not in parts.values()]
-    return [path.name for path in beside if find_images(path).images]
+def folders_beside(root: Path, parts: Mapping[str, Path]) -> list[Path]:
+    """Return the folders directly in `root` that are no parts."""
+    return [path for path in subfolders(root) if path not in parts.values()]
 
 
 def holds_class_folders(place: Path) -> bool:
@@ -254,7 +266,7 @@ def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
     They are if there is no train, and there are folders beside them, none of which has the name of
     a folder inside them.
     """
-    beside = {path.name for path in subfolders(root)} - {path.name for path in parts.values()}
+    beside = {path.name for path in folders_beside(root, parts)}
     inside = {path.name for place in parts.values() for path in subfolders(place)}
     return "train" not in parts and bool(beside) and not beside & inside
 
@@ -286,28 +298,36 @@ def list_classes(parts: Mapping[str, Path]) -> list[str]:
 
 def say_too_few(place: Path, classes: Sequence[str]) -> str:
     """Return that a folder of class folders has none or one, its `classes`, and what to do."""
-    remedy = f"put the images into {place}/CLASS/"
-    inside = place
-    # A folder inside a folder, such as what an archive was unpacked into; not for ever: a link may
-    # lead back.
-    while len(subfolders(inside)) == 1 and len(inside.parts) < len(place.parts) + 5:
-        inside = subfolders(inside)[0]
+    inside = skip_single_folders(place)
     if len(subfolders(inside)) > 1:
         remedy = f"the classes may be in {inside}: give that"
-    elif not classes and not has_images(place):
-        remedy = f"{remedy}; {CONVERT}"
+    else:
+        remedy = f"put the images into {place}/CLASS/; {CONVERT}"
     holds = ", ".join(classes) or "none"
     return f"needs two or more class folders, and {place} holds {holds}: {remedy}"
+
+
+def skip_single_folders(place: Path) -> Path:
+    """Go down while a folder holds a single one, such as what an archive was unpacked into.
+
+    Five folders at most: a link may lead back.
+    """
+    for _ in range(5):
+        inside = subfolders(place)
+        if len(inside) == 1:
+            place = inside[0]
+    return place
 
 
 def count_beside(places: Iterable[Path]) -> Counter[str]:
     """Return how many files lie beside class folders or parts, by ending."""
     left_out = Counter[str]()
-    for path in (path for place in places for path in shown(place)):
-        if not path.is_dir():
-            ending = path.suffix.lower()
-            is_image = ending in IMG_EXTENSIONS
-            left_out[f"{ending} beside class folders" if is_image else ending] += 1
+    for place in places:
+        for path in shown(place):
+            if not path.is_dir():
+                ending = path.suffix.lower()
+                is_image = ending in IMG_EXTENSIONS
+                left_out[f"{ending} beside class folders" if is_image else ending] += 1
     return left_out
 
 
@@ -348,7 +368,7 @@ def holdout(entries: Entries, seed: int, split_name: str) -> tuple[Entries, Entr
     """
     by_class = defaultdict[Label, Entries](list)
     for entry in entries:
-        _, label = entry  # a class number, no list
+        _, label = entry  # a number: VOC, where it is a list, has an official val
         by_class[label].append(entry)
     chosen = set[str]()
     for of_class in by_class.values():

@@ -37,6 +37,7 @@ Hashes = dict[str, list[str]]  # of the images of each split, by its name, in th
 MOST_READ = 20_000
 SAMPLE = 1_000
 MOST_SIZES = 100_000  # how many files of a pool are asked for their size: file servers are slow
+RECIPE = 3  # how digests are made: its version, with which each begins
 MOST_NAMED = 20  # classes that are named in a line
 READ_AT_ONCE = 200  # files handed to threads: after Ctrl-C, taking thousands back takes seconds
 # Words in the lines that libjpeg and libtiff write
@@ -66,14 +67,13 @@ def look_at_file(file: Path) -> Look:
 def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path, Look]:
     """Read image files to their end; log what decoders warn of. `track` shows how far this is.
 
-    Raises Stopped after a signal, but torchrun's processes stop later: they would wait for each
-    other at each image.
+    Raises Stopped after a signal; with torchrun, it is left to the run to stop.
     """
     NOISY.difference_update(files)  # files that decoders warned of may have been replaced since
     looks: list[Look] = []
     with overheard() as said, ThreadPoolExecutor(8) as threads:  # decoders release Python's lock
         for look in track(look_at_each(files, threads), total=len(files), label=READING):
-            if world().size == 1:
+            if world().size == 1:  # torchrun's processes would wait for each other at each image
                 stop_if_asked()
             looks.append(look)
     found = dict(zip(files, looks, strict=True))
@@ -137,15 +137,12 @@ def descriptor_2_leads_to(file: IO[bytes]) -> Iterator[None]:
 
 
 def take_warnings(lines: Iterable[bytes]) -> list[str]:
-    """Return those lines that are warnings of decoders, and print the others to sys.stderr.
-
-    By sys.stderr, which puts them above a bar.
-    """
+    """Return those lines that are warnings of decoders, and print the others to sys.stderr."""
     found = []
     for line in lines:
         if re.search(OF_DECODERS, line):
-            found.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
-        else:
+            found.append(line.decode().strip())
+        else:  # not to descriptor 2: a bar on the screen goes on below what sys.stderr prints
             sys.stderr.write(line.decode(errors="backslashreplace"))
             sys.stderr.flush()
     return found
@@ -203,13 +200,17 @@ def digest_of_task(task: Task, hashes: Hashes) -> str:
     on compares it with that of its beginning, and `evaluate` those of two runs.
     """
     sha = hashlib.sha256()
-    mean_and_std = [[float(x) for x in values] for values in (task.mean, task.std)]
-    sha.update(repr([mean_and_std, task.uncut, list(task.classes)]).encode())
+    sha.update(repr([mean_and_std(task), task.uncut, list(task.classes)]).encode())
     sha.update(names_of(files_of(task)))
     for name, split in task.splits().items():
         sha.update("".join(hashes[name]).encode())
         sha.update(split.targets.numpy().tobytes())
-    return f"3:{sha.hexdigest()}"  # 3: the version of this recipe
+    return f"{RECIPE}:{sha.hexdigest()}"
+
+
+def mean_and_std(source: Task | Pool) -> list[list[float]]:
+    """Return mean and std of a data set as lists of floats: a script may give 1 for 1.0."""
+    return [[float(x) for x in values] for values in (source.mean, source.std)]
 
 
 def find_shared(task: Task, hashes: Hashes) -> list[str]:
@@ -269,15 +270,14 @@ def digest_of_pool(pool: Pool) -> str:
     ImageError where a file is missing.
     """
     sha = hashlib.sha256()
-    mean_and_std = [[float(x) for x in values] for values in (pool.mean, pool.std)]
-    sha.update(repr(mean_and_std).encode())
+    sha.update(repr(mean_and_std(pool)).encode())
     if isinstance(pool.images, Tensor):
         sha.update("".join(hash_pixels(pool.images)).encode())
-        return f"3:{sha.hexdigest()}"
+        return f"{RECIPE}:{sha.hexdigest()}"
     sha.update(names_of(pool.images))
     sizes = [size_of(file) for file in evenly_spaced(pool.images, MOST_SIZES)]
     sha.update(repr(sizes).encode())
-    return f"3:{sha.hexdigest()}"
+    return f"{RECIPE}:{sha.hexdigest()}"
 
 
 def names_of(files: Sequence[Path]) -> bytes:
