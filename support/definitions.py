@@ -172,9 +172,7 @@ def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) 
     """
     reasons = []
     different = len({*starts})
-    is_one_for_all = different == 1
-    is_one_for_each = different == len(starts)
-    if not is_one_for_all and not is_one_for_each:
+    if 1 < different < len(starts):
         reasons.append(
             f"there are {different} starts for {len(starts)} seeds, neither one for all nor one for"
             " each"

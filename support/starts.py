@@ -45,7 +45,7 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
     if cfg.start is None:
         return [Start()] * cfg.seeds
     files = find_start_files(cfg.start)
-    starts = [read_start(file) for file in files]
+    starts = [Start(file, sha256(file), load_adapter(file).info) for file in files]
     if len(files) == 1:
         starts = starts * cfg.seeds
     elif len(files) < cfg.seeds:
@@ -68,11 +68,6 @@ def find_start_files(place: Path) -> list[Path]:
     order of its seeds.
     """
     return [file for run in find_runs(place) for file in find_adapters(run)]
-
-
-def read_start(file: Path) -> Start:
-    """Read what an adapter file says. Raises UsageError."""
-    return Start(file, sha256(file), load_adapter(file).info)
 
 
 def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
