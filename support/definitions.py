@@ -34,9 +34,10 @@ Chain = Sequence[Record]
 FINDING = {"dataset", "data_seed", "split_file", "partial", "voc_difficult", "pool", "images"}
 # Settings that may change as a run goes on: places, and how to compute.
 MAY_CHANGE = COMPUTING | PLACES | FINDING | Machine.model_fields.keys()
-MAY_GROW = MAY_CHANGE | {"versions"}  # in a directory; a checkpoint's versions may not change
+# A directory may be added to under another version; a checkpoint is gone on with by its own alone.
+MAY_CHANGE_IN_OUT = MAY_CHANGE | {"versions"}
 OF_SEED = MAY_CHANGE | SEED_SETTINGS | {"start_sha256"}  # what differs between the seeds of an arm
-IN_ARM = OF_SEED | {"versions"}  # an arm may have been added to under another version
+MAY_DIFFER_IN_ARM = OF_SEED | {"versions"}  # an arm may be added to under another version
 CONTENTS = {  # by digest: the setting that names what it is of
     "weights_sha256": "weights",
     "data_sha256": "dataset",
@@ -73,7 +74,10 @@ def check_format(said: Mapping[str, object], what: Path | str, remedy: str) -> N
 
 
 def what_defines(definition: Record, but_for: Set[str] = MAY_CHANGE) -> Record:
-    """Return a definition without `but_for`: what has to stay the same, or is compared."""
+    """Return a definition without the names in `but_for`: what has to stay the same.
+
+    By default, without what may change as a run goes on.
+    """
     fixed = {name: value for name, value in definition.items() if name not in but_for}
     if "pretext" in fixed:  # the file of a pretext task of one's own may lie elsewhere
         fixed["pretext"] = without_path(fixed["pretext"])
@@ -83,7 +87,7 @@ def what_defines(definition: Record, but_for: Set[str] = MAY_CHANGE) -> Record:
 def tell_apart(
     own: Record, other: Record, but_for: Set[str] = OF_SEED, runs_before: int = 0
 ) -> list[Difference]:
-    """Return in what two definitions differ, `but_for` what is not compared.
+    """Return in what two definitions differ; the names in `but_for` are not compared.
 
     >>> tell_apart({"command": "align", "rank": 8}, {"command": "align", "rank": 64})
     [Difference(name='rank', own='8', other='64', runs_before=0)]
@@ -99,7 +103,7 @@ def tell_apart(
 def tell_chains_apart(chain: Chain, first: Chain, but_for: Set[str] = OF_SEED) -> list[Difference]:
     """Return in what two chains differ: in their commands, and in the settings of each run.
 
-    Where the commands differ, only the runs before that difference in the chains are compared.
+    Settings are compared from the last run backwards, until one of two runs is of another command.
 
     >>> direct, tuned = {"command": "finetune", "rank": 8}, {"command": "finetune", "rank": 64}
     >>> for difference in tell_chains_apart([direct], [tuned, {"command": "align"}]):
@@ -160,19 +164,22 @@ def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) 
 
     Args:
         starts: the digest of the adapter that each run starts from; None: a fresh θ.
-        seeds: for each of these adapters, the seeds of its run and of the runs before that.
+        seeds: for each of these adapters, the seeds of its run and of the runs before that; [] if
+            they are not known, or without an adapter.
 
     >>> find_repeated(["a", "b"], [[0], [0]])
     ['two starts have the same seed, 0']
     """
     reasons = []
-    if len({*starts}) not in (1, len(starts)):
+    different = len({*starts})
+    if 1 < different < len(starts):
         reasons.append(
-            f"there are {len({*starts})} starts for {len(starts)} seeds, neither one for all nor"
-            " one for each"
+            f"there are {different} starts for {len(starts)} seeds, neither one for all nor one for"
+            " each"
         )
-    seeds_by_start = {start: tuple(own) for start, own in zip(starts, seeds, strict=True) if own}
-    known = [*seeds_by_start.values()]
+    # By the start, so that one for all counts once.
+    seeds_by_start = {start: tuple(own) for start, own in zip(starts, seeds, strict=True)}
+    known = [own for own in seeds_by_start.values() if own]
     for own in sorted({own for own in known if known.count(own) > 1}):
         reasons.append(f"two starts have the same seed, {', '.join(map(str, own))}")
     return reasons

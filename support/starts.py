@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from config import FinetuneConfig, Record
 from support.adapters import check_fits, check_settings, find_adapters, load_adapter
-from support.definitions import IN_ARM, explain, find_repeated, tell_chains_apart
+from support.definitions import MAY_DIFFER_IN_ARM, explain, find_repeated, tell_chains_apart
 from support.errors import UsageError
 from support.experiment import C, Experiment
 from support.files import read_json, sha256
@@ -45,7 +45,7 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
     if cfg.start is None:
         return [Start()] * cfg.seeds
     files = find_start_files(cfg.start)
-    starts = [read_start(file) for file in files]
+    starts = [Start(file, sha256(file), load_adapter(file).info) for file in files]
     if len(files) == 1:
         starts = starts * cfg.seeds
     elif len(files) < cfg.seeds:
@@ -55,8 +55,9 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
         )
     check_alike(starts)  # also those that this command does not take: more seeds would take them
     starts = starts[: cfg.seeds]
-    check_seeds(starts, cfg)
-    check_settings(f"--from {starts[0].file}", starts[0].info, cfg)
+    check_seeds_before(starts, cfg)
+    check_independent(starts, cfg)
+    check_settings(f"--from {starts[0].file}", starts[0].info, cfg)  # all have the same ones
     return starts
 
 
@@ -67,11 +68,6 @@ def find_start_files(place: Path) -> list[Path]:
     order of its seeds.
     """
     return [file for run in find_runs(place) for file in find_adapters(run)]
-
-
-def read_start(file: Path) -> Start:
-    """Read what an adapter file says. Raises UsageError."""
-    return Start(file, sha256(file), load_adapter(file).info)
 
 
 def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
@@ -87,17 +83,23 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 # --- alike --------------------------------------------------------------------------------------
 
 
-def check_seeds(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) starts whose runs would count as independent, and are not."""
+def check_seeds_before(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+    """Refuse (UsageError) a start that was fine-tuned with a seed of this run.
+
+    The same seed draws the same head and the same batches a second time.
+    """
     own = {*range(cfg.seed, cfg.seed + cfg.seeds)}
     for start in starts:
         before = {one.seed for one in start.info.stages if one.stage == "finetune"}
-        # A fine-tuning before with the same seed has had the same head and the same batches.
         if twice := own & before:
             raise UsageError(
                 f"--from {start.file}: was fine-tuned with seed {min(twice)}, which this run has,"
                 " too; give another --seed"
             )
+
+
+def check_independent(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+    """Refuse (UsageError) starts of which one is there twice, as a copy or as a second run."""
     digests = [start.sha256 for start in starts]
     if reasons := find_repeated(digests, [start.info.seeds for start in starts]):
         raise UsageError(f"--from {cfg.start}: {'; '.join(reasons)}; remove what is there twice")
@@ -107,7 +109,9 @@ def check_alike(starts: Sequence[Start]) -> None:
     """Refuse (UsageError) adapters that are not seeds of one arm: they differ in more than that."""
     first = starts[0]
     for start in starts:
-        differences = tell_chains_apart(start.info.chain, first.info.chain, IN_ARM)
+        differences = tell_chains_apart(
+            start.info.chain, first.info.chain, but_for=MAY_DIFFER_IN_ARM
+        )
         if differences:
             raise UsageError(
                 f"--from {start.file}: differs in more than the seed from {first.file}:"
@@ -167,33 +171,29 @@ def check_same_data(given: str, digests: Sequence[str], experiment: Experiment[C
 
 
 def seconds_until(file: Path | None) -> float | None:
-    """CPU seconds of the run that made an adapter, and of the runs before it; None: unknown.
+    """Return the CPU seconds of the run that made an adapter, and of the runs before it.
 
-    It is 0 without an adapter. The seconds of a finetune run, which has also tried its rates, are
-    divided equally between its seeds.
+    They are 0 without an adapter, and None where they are unknown. Those of a finetune run, which
+    has also tried its rates, are divided equally between its seeds.
     """
     if file is None:
         return 0.0
-    result_file = file.parent / "result.json"
-    # An adapter of a finetune run lies in one of its trials, a directory inside that of the run.
-    finetune_result = file.parent.parent / "result.json"
-    if finetune_result.exists() and is_of_trial(file, read_json(finetune_result)):
-        result_file = finetune_result
-    if not result_file.exists():
-        return None
-    result = read_json(result_file)
+    result = find_result(file)
     seconds = result.get("cpu_seconds")
     seconds_before = result.get("start_cpu_seconds", 0.0)  # align has no run before it
     if seconds is None or seconds_before is None:
         return None
-    seeds = len(result.get("trials", [0]))  # an align run has no trials: it is of one seed
+    seeds = len(result["trials"]) if "trials" in result else 1
     return float(seconds + seconds_before) / seeds
 
 
-def is_of_trial(file: Path, result: Record) -> bool:
-    """Whether an adapter lies in the directory of a trial of the finetune run with this result.
+def find_result(file: Path) -> Record:
+    """Return the result of the run that made an adapter; {} where it is not there.
 
-    If not, it is of another run that lies inside the directory of that run.
+    An adapter of a finetune run lies in one of its trials, a directory inside that of the run.
     """
-    trials = [*result.get("trials", []), *result.get("tried", [])]  # tried: to choose the rate
-    return file.parent.name in {f"lr{trial['lr']}-s{trial['seed']}" for trial in trials}
+    result_file = file.parent / "result.json"
+    finetune_result = file.parent.parent / "result.json"
+    result = read_json(result_file) if result_file.exists() else {}
+    is_of_trial = "start_seeds" in result  # only trials say these
+    return read_json(finetune_result) if is_of_trial and finetune_result.exists() else result
