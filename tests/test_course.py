@@ -81,7 +81,8 @@ def test_the_first_cell_of_a_hosted_notebook_finds_the_repository(way: str, tmp_
 
     In the place of pip is a module that writes down what it was asked.
     """
-    (cell,) = re.findall(r"```python\n(ADDRESS = \"\".*?)```", GUIDE, re.S)
+    readme = (ROOT / "examples/README.md").read_text()
+    (cell,) = re.findall(r"```python\n(ADDRESS = \"\".*?)```", readme, re.S)
     source, here, pip = (tmp_path / name for name in ("source/repository-main", "here", "pip"))
     (source / "examples").mkdir(parents=True)
     for name in ("bisslight.py", "examples/one_page.py"):
