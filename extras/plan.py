@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from align import Alignment, alternations_left, prepare
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
 from data import Pool, Split
 from extras import pretrain
-from finetune import make_optimiser
+from finetune import prepare as prepare_tuning
+from finetune import train
 from support.checkpoints import (
     OFFICIAL_FILES,
     SIZES,
@@ -41,11 +41,10 @@ from support.experiment import (
     set_up_device,
 )
 from support.looking import describe, digest_of_pool, look_at_pool
-from support.optim import train_epochs
 from support.runs import check_directory, define
 from support.screen import count
-from support.starts import check_starts, read_starts
-from support.trials import Tuning, with_earlier
+from support.starts import Start, check_starts, read_starts
+from support.trials import Tuning, count_trials, with_earlier
 from support.trials import define as define_finetune
 
 Seconds = dict[str, float]  # of a step or a validation, by its name
@@ -239,19 +238,6 @@ def count_records(out: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def count_trials(cfg: FinetuneConfig) -> int:
-    """Return how many trials a run has: each is one rate with one seed.
-
-    Several rates are tried with the first seeds (--grid-seeds), then the best one gets the others.
-
-    >>> count_trials(FinetuneConfig(backbone="vit_b16", dataset="dtd", lr="1e-3,1e-2", seeds=8))
-    9
-    """
-    if len(cfg.lr) == 1:
-        return cfg.seeds
-    return len(cfg.lr) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
-
-
 # --- a step of each kind, after one that warms up -------------------------------------------------
 
 
@@ -289,21 +275,11 @@ def time_align(experiment: Alignment) -> Seconds:
 
 def time_finetune(experiment: Tuning) -> Seconds:
     """Return the seconds of a step of fine-tuning and of a validation."""
-    cfg = experiment.cfg
-    theta, head = experiment.new_theta(cfg.seed), experiment.new_head("dry run", cfg.seed)
-    theta.requires_grad_()
-    opt = make_optimiser(cfg, [theta, *head.phi.values()], epoch_steps=1)
-    steps = experiment.steps_of_epoch(cfg.batch)
+    steps = experiment.steps_of_epoch(experiment.cfg.batch)
     # The first steps of two epochs have whole batches; the last step of an epoch may have fewer
     # images.
     firsts = range(0, 2 * steps, steps)
-    examples = experiment.examples(
-        "peft", cfg.seed, cfg.batch, firsts, cfg.drop_path, by_epoch=True
-    )
-    loss = partial(head.loss, theta, head.phi, drop_path=True)
-    each_step = train_epochs(
-        loss, opt, examples, steps_per_record=1, label="dry run", passes=experiment.passes
-    )
+    each_step = train(experiment, prepare_tuning(experiment, Start()), firsts, steps_per_record=1)
     return {"training step": time_second(each_step), "validation": time_validation(experiment)}
 
 
