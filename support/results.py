@@ -178,6 +178,7 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
     for k, command in enumerate(reversed(commands)):
         # Runs with the same seed, and with the same seeds before them, are one run.
         runs = {chain[k:] for chain in chains}
+        # A chain is shorter than the commands where seeds of the runs before are not known.
         seeds = {chain[k] for chain in chains if len(chain) > k}
         repeats.append(Repeats(command, len(runs), len(seeds)))
     return repeats[::-1]
