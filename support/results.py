@@ -74,9 +74,8 @@ class AdapterInfo(BaseModel, frozen=True):
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs in `stages`; [] where one is not known."""
-        seeds = [one.seed for one in self.stages if one.seed is not None]
-        return seeds if len(seeds) == len(self.stages) else []
+        """The seeds of the runs in `stages`."""
+        return [one.seed for one in self.stages if one.seed is not None]
 
 
 class RunResult(BaseModel, frozen=True):
@@ -178,7 +177,7 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
     for k, command in enumerate(reversed(commands)):
         # Runs with the same seed, and with the same seeds before them, are one run.
         runs = {chain[k:] for chain in chains}
-        # A chain is shorter than the commands where seeds of the runs before are not known.
+        # Where a trial does not say the seeds of the runs before, its chain is shorter.
         seeds = {chain[k] for chain in chains if len(chain) > k}
         repeats.append(Repeats(command, len(runs), len(seeds)))
     return repeats[::-1]

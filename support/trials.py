@@ -128,16 +128,18 @@ def read_finished(out: Path) -> list[TrialResult]:
     return finished
 
 
-def follow(track: Track, trials: Sequence[Trial], number: int) -> Track:
+def follow(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:
     """Return a `Track` for the epochs of one trial that also shows the epochs of all trials.
 
     Finished trials count with all of their epochs, and so do those that diverged.
 
     Args:
         track: shows progress.
-        trials: those that are planned so far, in their order.
-        number: how many there will be; those of the best rate are planned once it is known.
+        trials: those that are planned so far, in their order; those that the best rate alone has
+            are planned once it is known.
+        cfg: the settings of the run, which say how many trials there will be.
     """
+    number = count_trials(cfg)
     if number == 1:  # both would show the same
         return track
     labels = [trial.label for trial in trials]
