@@ -88,7 +88,8 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     """
     definition = define(experiment, start)
     grid = experiment.cfg.model_dump(mode="json", include=GRID)
-    check_one_run(out, definition | grid)  # processes of a group share each trial
+    # In a group, rates and seeds have to be the same, too: its processes share each trial.
+    check_one_run(out, definition | grid)
     check_directory(out, definition)
     wait_for_all()  # until each process has looked; only then process 0 writes
     if not process_0_says((out / "config.json").exists()):
