@@ -136,8 +136,8 @@ class FinetuneResult(RunResult, frozen=True):
             of_seeds = f"mean ± standard deviation of {of_seeds}"
         about = f"rate {self.lr:g}; {of_seeds}"
         headline = f"{self.dataset}: test {self.metric} {accuracies} ({about})"
-        losers = [trial for trial in self.tried if trial.lr != self.lr]
-        rows = [trial.as_row() for trial in [*losers, *self.trials]]
+        of_other_rates = [trial for trial in self.tried if trial.lr != self.lr]
+        rows = [trial.as_row() for trial in [*of_other_rates, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
 
 
