@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from align import Alignment, alternations_left, prepare
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
 from data import Pool, Split
 from extras import pretrain
-from finetune import make_optimiser
+from finetune import prepare as prepare_tuning
+from finetune import train
 from support.checkpoints import (
     OFFICIAL_FILES,
     SIZES,
@@ -41,11 +41,10 @@ from support.experiment import (
     set_up_device,
 )
 from support.looking import describe, digest_of_pool, look_at_pool
-from support.optim import train_epochs
 from support.runs import check_directory, define
 from support.screen import count
-from support.starts import check_starts, read_starts
-from support.trials import Tuning, with_earlier
+from support.starts import Start, check_starts, read_starts
+from support.trials import Tuning, count_trials, with_earlier
 from support.trials import define as define_finetune
 
 Seconds = dict[str, float]  # of a step or a validation, by its name
@@ -63,12 +62,9 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
         return plan_align(cfg, out)
     if isinstance(cfg, PretrainConfig):
         return plan_pretrain(cfg, out)
-    if cfg.start is None or cfg.start.exists():
-        return plan_finetune(cfg, out)
-    # A plan without --from, but with the rates that are the default after align.
-    without = cfg.model_copy(update={"start": None})
-    about_start = {"start": f"{cfg.start}, not here yet, so it is not looked at"}
-    return about_start | plan_finetune(without, out) | {"unlike the paper": cfg.unlike_paper()}
+    if cfg.start is not None and not cfg.start.exists():
+        return plan_before_start(cfg, out)
+    return plan_finetune(cfg, out)
 
 
 def plan_align(cfg: AlignConfig, out: Path) -> Record:
@@ -106,6 +102,16 @@ def reckon_align(
     return total + probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper
 
 
+def plan_before_start(cfg: FinetuneConfig, out: Path) -> Record:
+    """Return what a `finetune` run will be whose --from is not there yet: it is planned without.
+
+    Its rates are the default after align, so they are not compared with the paper's without it.
+    """
+    found = plan_finetune(cfg.model_copy(update={"start": None}), out)
+    found["unlike the paper"] = cfg.unlike_paper()
+    return {"start": f"{cfg.start}, not here yet, so it is not looked at"} | found
+
+
 def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
     """Return what a `finetune` run will be."""
     starts = read_starts(cfg)
@@ -116,20 +122,28 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
     read_starts(cfg)  # refuses too few adapters for all seeds
-    steps = experiment.steps_of_epoch(cfg.batch)
     trials = count_trials(cfg)
+    steps = count(experiment.steps_of_epoch(cfg.batch), "step")
     found = describe_experiment(experiment)
     found["length"] = (
-        f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {count(steps, 'step')}:"
+        f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
+    # Trials of rates that are not among these may lie there, too.
     done = min(trials, len([*out.glob("lr*-s*/result.json")]))
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
-        scoring = math.ceil(cfg.epochs / cfg.eval_epochs) * seconds["validation"]
-        of_trial = cfg.epochs * steps * seconds["training step"] + scoring
-        found |= tell_times(seconds, (trials - done) * of_trial, experiment.device)
+        total = (trials - done) * reckon_trial(experiment, seconds)
+        found |= tell_times(seconds, total, experiment.device)
     return found | describe_rest(cfg, out, done, trials)
+
+
+def reckon_trial(experiment: Tuning, seconds: Seconds) -> float:
+    """Return how many seconds a trial of fine-tuning takes."""
+    cfg = experiment.cfg
+    steps = cfg.epochs * experiment.steps_of_epoch(cfg.batch)
+    validations = math.ceil(cfg.epochs / cfg.eval_epochs)
+    return steps * seconds["training step"] + validations * seconds["validation"]
 
 
 def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
@@ -143,12 +157,14 @@ def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
     steps = pretrain.steps_of_epoch(cfg, pool)
     found = {"device": str(device), "pool": describe(pool)} | describe_sizes(cfg.arch())
     found["length"] = f"{count(cfg.epochs, 'epoch')} of {count(steps, 'step')}"
-    done = count_records(out) * min(500, steps)  # a record is of at most 500 steps of an epoch
-    left = cfg.epochs * steps - done
+    total = cfg.epochs * steps
+    # The last record may be of fewer steps than the others.
+    done = min(total, count_records(out) * pretrain.steps_of_record(steps))
+    left = total - done
     if left and is_quick(cfg.arch(), device):
         seconds = time_pretraining(cfg, pool, device)
         found |= tell_times(seconds, left * seconds["training step"], device)
-    return found | describe_rest(cfg, out, done, cfg.epochs * steps)
+    return found | describe_rest(cfg, out, done, total)
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -166,13 +182,17 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
     found: Record = {"device": str(experiment.device), "dataset": describe(task)} | task.sizes()
     if experiment.pool:
         found["pool"] = describe(experiment.pool)
-    official = OFFICIAL_FILES.get((cfg.backbone, cfg.pretext))
-    source = cfg.weights or official or f"timm's own, {repository_of(cfg.backbone)}"
-    where = "here" if is_here(experiment) else "to be fetched"
-    megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
-    size = SIZES.get((cfg.backbone, cfg.pretext), megabytes)
-    found["weights"] = f"{source}, {where}, about {size} MB"
+    found["weights"] = describe_weights(cfg, networks)
     return found | describe_sizes(networks.arch)
+
+
+def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) -> str:
+    """Return where the weights come from, whether they are here, and how large their file is."""
+    key = (cfg.backbone, cfg.pretext)
+    source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {repository_of(cfg.backbone)}"
+    where = "here" if networks.sha256 else "to be fetched"
+    megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
+    return f"{source}, {where}, about {SIZES.get(key, megabytes)} MB"
 
 
 def describe_sizes(arch: Arch) -> Record:
@@ -216,18 +236,22 @@ def as_text(found: Record) -> str:
     width = max(map(len, found))
     lines = []
     for name, value in found.items():
-        if isinstance(value, int):  # the size of a split, which the line "dataset" has, too
-            continue
-        if isinstance(value, dict):  # what is unlike the paper
-            unlike = [
-                f"{key} {say(key, here)} (not {say(key, there)})"
-                for key, (here, there) in value.items()
-            ]
-            value = ", ".join(unlike) or "nothing"
-        elif isinstance(value, list):
-            value = "; ".join(value)
-        lines.append(f"{name:<{width}}  {value}")
+        if not isinstance(value, int):  # the size of a split, which the line "dataset" has, too
+            lines.append(f"{name:<{width}}  {value_as_text(value)}")
     return "\n".join(lines)
+
+
+def value_as_text(value: str | list[str] | Record) -> str:
+    """Return a value of a plan as text; a dict has settings that are unlike the paper's."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "; ".join(value)
+    unlike = [
+        f"{name} {say(name, here)} (not {say(name, there)})"
+        for name, (here, there) in value.items()
+    ]
+    return ", ".join(unlike) or "nothing"
 
 
 # --- what is there --------------------------------------------------------------------------------
@@ -237,19 +261,6 @@ def count_records(out: Path) -> int:
     """Return how many records a run has logged."""
     file = out / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def count_trials(cfg: FinetuneConfig) -> int:
-    """Return how many trials a run has: each is one rate with one seed.
-
-    Several rates are tried with the first seeds (--grid-seeds), then the best one gets the others.
-
-    >>> count_trials(FinetuneConfig(backbone="vit_b16", dataset="dtd", lr="1e-3,1e-2", seeds=8))
-    9
-    """
-    if len(cfg.lr) == 1:
-        return cfg.seeds
-    return len(cfg.lr) * cfg.grid_seeds + cfg.seeds - cfg.grid_seeds
 
 
 # --- a step of each kind, after one that warms up -------------------------------------------------
@@ -289,30 +300,18 @@ def time_align(experiment: Alignment) -> Seconds:
 
 def time_finetune(experiment: Tuning) -> Seconds:
     """Return the seconds of a step of fine-tuning and of a validation."""
-    cfg = experiment.cfg
-    theta, head = experiment.new_theta(cfg.seed), experiment.new_head("dry run", cfg.seed)
-    theta.requires_grad_()
-    opt = make_optimiser(cfg, [theta, *head.phi.values()], epoch_steps=1)
-    steps = experiment.steps_of_epoch(cfg.batch)
+    steps = experiment.steps_of_epoch(experiment.cfg.batch)
     # The first steps of two epochs have whole batches; the last step of an epoch may have fewer
     # images.
     firsts = range(0, 2 * steps, steps)
-    examples = experiment.examples(
-        "peft", cfg.seed, cfg.batch, firsts, cfg.drop_path, by_epoch=True
-    )
-    loss = partial(head.loss, theta, head.phi, drop_path=True)
-    each_step = train_epochs(
-        loss, opt, examples, steps_per_record=1, label="dry run", passes=experiment.passes
-    )
+    each_step = train(experiment, prepare_tuning(experiment, Start()), firsts, steps_per_record=1)
     return {"training step": time_second(each_step), "validation": time_validation(experiment)}
 
 
 def time_pretraining(cfg: PretrainConfig, pool: Pool, device: torch.device) -> Seconds:
     """Return the seconds of a step of pretraining."""
-    _, task, _, opt = pretrain.prepare(cfg, epoch_steps=1, device=device)
-    each_step = pretrain.train(
-        cfg, task, pool, opt, steps_left=range(2), record_steps=1, device=device
-    )
+    prepared = pretrain.prepare(cfg, pool, device)
+    each_step = pretrain.train(prepared, range(2), record_steps=1)
     return {"training step": time_second(each_step)}
 
 

@@ -74,9 +74,8 @@ class AdapterInfo(BaseModel, frozen=True):
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs in `stages`; [] where one is not known."""
-        seeds = [one.seed for one in self.stages if one.seed is not None]
-        return seeds if len(seeds) == len(self.stages) else []
+        """The seeds of the runs in `stages`."""
+        return [one.seed for one in self.stages if one.seed is not None]
 
 
 class RunResult(BaseModel, frozen=True):
@@ -137,8 +136,8 @@ class FinetuneResult(RunResult, frozen=True):
             of_seeds = f"mean ± standard deviation of {of_seeds}"
         about = f"rate {self.lr:g}; {of_seeds}"
         headline = f"{self.dataset}: test {self.metric} {accuracies} ({about})"
-        losers = [trial for trial in self.tried if trial.lr != self.lr]
-        rows = [trial.as_row() for trial in [*losers, *self.trials]]
+        of_other_rates = [trial for trial in self.tried if trial.lr != self.lr]
+        rows = [trial.as_row() for trial in [*of_other_rates, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
 
 
@@ -178,6 +177,7 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
     for k, command in enumerate(reversed(commands)):
         # Runs with the same seed, and with the same seeds before them, are one run.
         runs = {chain[k:] for chain in chains}
+        # Where a trial does not say the seeds of the runs before, its chain is shorter.
         seeds = {chain[k] for chain in chains if len(chain) > k}
         repeats.append(Repeats(command, len(runs), len(seeds)))
     return repeats[::-1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import FinetuneConfig, Record
+from support.definitions import say
 from support.experiment import Experiment
 from support.files import locked, read_json, write_atomic
 from support.processes import process_0_says, wait_for_all
@@ -20,6 +21,7 @@ from support.runs import define as define_run
 from support.starts import Start
 
 Tuning = Experiment[FinetuneConfig]  # what all trials share
+GRID = {"lr", "seeds", "grid_seeds"}  # settings that say which trials there are
 
 
 class Trial(NamedTuple):
@@ -50,6 +52,23 @@ def plan_trial(
     return Trial(settings, starts[k], out / f"lr{rate}-s{seed}")
 
 
+def count_grid_seeds(cfg: FinetuneConfig) -> int:
+    """Return how many of the seeds try every rate; 0 if there is one rate alone."""
+    return cfg.grid_seeds if len(cfg.lr) > 1 else 0
+
+
+def count_trials(cfg: FinetuneConfig) -> int:
+    """Return how many trials a run has: each is one rate with one seed.
+
+    Several rates are tried with the first seeds (--grid-seeds), then the best one gets the others.
+
+    >>> count_trials(FinetuneConfig(backbone="vit_b16", dataset="dtd", lr="1e-3,1e-2", seeds=8))
+    9
+    """
+    grid_seeds = count_grid_seeds(cfg)
+    return len(cfg.lr) * grid_seeds + cfg.seeds - grid_seeds
+
+
 def define(experiment: Tuning, start: Start) -> Record:
     """Return the definition of a finetune run: what all its trials have in common.
 
@@ -58,7 +77,7 @@ def define(experiment: Tuning, start: Start) -> Record:
     """
     digests = experiment.digests | {"start_sha256": start.sha256}
     whole = define_run("finetune", experiment.cfg, digests)
-    return {name: whole[name] for name in whole if name not in ("lr", "seeds", "grid_seeds")}
+    return {name: value for name, value in whole.items() if name not in GRID}
 
 
 def begin(out: Path, experiment: Tuning, start: Start) -> None:
@@ -67,9 +86,10 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     Raises UsageError where the directory is that of another run, or of something else, and where
     the processes of a group were given different runs.
     """
-    # Here with rates and seeds: the processes of a group have to agree on these, too.
-    check_one_run(out, define_run("finetune", experiment.cfg, experiment.digests))
     definition = define(experiment, start)
+    grid = experiment.cfg.model_dump(mode="json", include=GRID)
+    # In a group, rates and seeds have to be the same, too: its processes share each trial.
+    check_one_run(out, definition | grid)
     check_directory(out, definition)
     wait_for_all()  # until each process has looked; only then process 0 writes
     if not process_0_says((out / "config.json").exists()):
@@ -86,13 +106,16 @@ def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
     if not process_0_says((out / "result.json").exists()):
         return cfg
     earlier = read_result(out)
-    rates = tuple(sorted({*earlier.rates, *cfg.lr}))
-    seeds = max(cfg.seeds, len(earlier.trials))
-    grid_seeds = max(cfg.grid_seeds, earlier.grid_seeds)
-    if (rates, seeds) != (cfg.lr, cfg.seeds):
-        all_rates = ", ".join(f"{rate:g}" for rate in rates)
-        LOG.info("%s: with what is there already, rates %s and %d seeds", out, all_rates, seeds)
-    return cfg.model_copy(update={"lr": rates, "seeds": seeds, "grid_seeds": grid_seeds})
+    together = {
+        "lr": tuple(sorted({*earlier.rates, *cfg.lr})),
+        "seeds": max(cfg.seeds, len(earlier.trials)),
+        "grid_seeds": max(cfg.grid_seeds, earlier.grid_seeds),
+    }
+    whole = cfg.model_copy(update=together)
+    if whole != cfg:
+        rates = say("lr", whole.lr)
+        LOG.info("%s: with what is there already, rates %s and %d seeds", out, rates, whole.seeds)
+    return whole
 
 
 def read_finished(out: Path) -> list[TrialResult]:
@@ -106,24 +129,27 @@ def read_finished(out: Path) -> list[TrialResult]:
     return finished
 
 
-def follow(track: Track, trials: Sequence[Trial], number: int) -> Track:
+def follow(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:
     """Return a `Track` for the epochs of one trial that also shows the epochs of all trials.
 
     Finished trials count with all of their epochs, and so do those that diverged.
 
     Args:
         track: shows progress.
-        trials: those that are planned so far, in their order.
-        number: how many there will be; those of the best rate are planned once it is known.
+        trials: those that are planned so far, in their order; those that the best rate alone has
+            are planned once it is known.
+        cfg: the settings of the run, which say how many trials there will be.
     """
+    number = count_trials(cfg)
     if number == 1:  # both would show the same
         return track
     labels = [trial.label for trial in trials]
 
     def track_both(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
+        """Yield the epochs of the trial with this label through both loops, one in the other."""
         finished = sum(trial.is_finished for trial in trials)
-        label = f"trial {labels.index(label) + 1} of {number}, {label}"
-        of_trial = track(items, total, label, done)
+        trial_label = f"trial {labels.index(label) + 1} of {number}, {label}"
+        of_trial = track(items, total, trial_label, done)
         return track(of_trial, number * total, ALL_TRIALS, finished * total + done)
 
     return track_both

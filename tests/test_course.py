@@ -17,7 +17,6 @@ from experiments import cost
 from mfac import mfac, recursion
 
 ROOT = Path(__file__).parent.parent
-GUIDE = (ROOT / "docs/course.md").read_text()
 
 
 @pytest.mark.parametrize("form", ["mfac", "recursion"])
@@ -66,13 +65,6 @@ def test_the_page_has_the_table_that_the_script_prints() -> None:
     for ours, theirs in zip(told, printed, strict=True):
         assert ours.split("|")[2] == theirs.split("|")[2]
         assert numbers(ours) == pytest.approx(numbers(theirs), rel=0.05)
-
-
-def test_the_guide_names_modules_that_exist() -> None:
-    modules = set(re.findall(r"python -m experiments\.(\w+)", GUIDE))
-    assert modules
-    for module in modules:
-        assert (ROOT / f"experiments/{module}.py").exists(), module
 
 
 @pytest.mark.parametrize("way", ["zip", "gztar", "git"])

@@ -17,7 +17,8 @@ from toy import (
 )
 
 from config import BACKBONES, Arch, FinetuneConfig
-from extras.plan import count_trials, describe_sizes
+from extras.plan import describe_sizes
+from support.trials import count_trials
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
