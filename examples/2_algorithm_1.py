@@ -204,7 +204,7 @@ for name, mine, theirs in (
 # **In `by_hand`, append `g_P` to G** (after line 7) in place of `grad_P`. What should the
 # comparison in 2.3 say?
 #
-# <details><summary>What came out</summary>
+# <details><summary>Answers</summary>
 #
 # It fails, though θ_P and θ_D differ by 4e-4 at most: a mistake that only a comparison number by
 # number can find.

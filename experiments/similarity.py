@@ -111,7 +111,8 @@ def draw(rows: Sequence[Record], path: Path) -> None:
         for row in rows:
             i = names.index(row["network"])
             j = names.index(row["and"])
-            matrix[i, j] = matrix[j, i] = row[measure]
+            matrix[i, j] = row[measure]
+            matrix[j, i] = row[measure]
         axes.imshow(matrix.numpy(), vmin=0, vmax=1)
         for i, j in product(range(len(names)), repeat=2):
             colour = "white" if matrix[i, j] < 0.6 else "black"

@@ -44,7 +44,7 @@ from support.looking import describe, digest_of_pool, look_at_pool
 from support.runs import check_directory, define
 from support.screen import count
 from support.starts import Start, check_starts, read_starts
-from support.trials import Tuning, count_trials, with_earlier
+from support.trials import Tuning, count_trials, read_finished, with_earlier
 from support.trials import define as define_finetune
 
 Seconds = dict[str, float]  # of a step or a validation, by its name
@@ -129,8 +129,10 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    # Trials of rates that are not among these may lie there, too.
-    done = min(trials, len([*out.glob("lr*-s*/result.json")]))
+    # Trials of other rates and seeds may lie there, too.
+    seeds = range(cfg.seed, cfg.seed + cfg.seeds)
+    own = [one for one in read_finished(out) if one.lr in cfg.lr and one.seed in seeds]
+    done = min(trials, len(own))
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)

@@ -151,7 +151,10 @@ def check_pixels(images: Tensor, name: str) -> None:
 
 
 def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
-    """Raise ValueError where labels of the split `name` mean something else than `Split` says."""
+    """Raise ValueError where labels of the split `name` mean something else than `Split` says.
+
+    Its images have been checked, so there is at least one.
+    """
     labels = split.targets
     if not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__

@@ -173,7 +173,8 @@ def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -
     neither = {*folders_beside(root, parts)} - class_folders  # neither parts nor classes
     listed.left_out.update(count_in(neither))
     for part, place in parts.items():
-        entries = listed.entries[part] = []
+        entries: Entries = []
+        listed.entries[part] = entries
         for class_folder in subfolders(place):
             found = find_images(class_folder)
             label = classes.index(class_of(class_folder))

@@ -91,7 +91,7 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     # In a group, rates and seeds have to be the same, too: its processes share each trial.
     check_one_run(out, definition | grid)
     check_directory(out, definition)
-    wait_for_all()  # until each process has looked; only then process 0 writes
+    wait_for_all()  # until each process has looked; then `write_atomic` writes in process 0 alone
     if not process_0_says((out / "config.json").exists()):
         with locked(out, wait=True):
             check_directory(out, definition)  # another process may have begun
