@@ -15,7 +15,7 @@
     + slider("spring λ", "id=lam min=-2 max=2 step=.1 value=0")
     + "<details id=more><summary>g, q and three descents</summary>"
     + [..."qgn"].map(k => `<button id=b${k}>descend with ${names[k]}</button> `).join("")
-    + slider("images per stored gradient", "id=images max=8 value=0")
+    + slider("images per gradient", "id=images max=8 value=0")
     + "<div id=says role=status></div></details></div>");
   const set = (id, values) => { for (const k in values) $(id).setAttribute(k, values[k]); };
   const show = (id, on) => $(id).style.display = on ? "" : "none";

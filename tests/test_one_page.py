@@ -162,3 +162,38 @@ def test_it_runs_from_any_folder_with_its_two_files_and_nothing_else(tmp_path: P
         for found, recorded in zip(accuracies, RECORDED[epoch], strict=True):
             # on other processors and with other versions of torch the runs drift apart
             assert abs(found - recorded) < DRIFT
+
+
+def losses_at_the_end(lines: str, by: str, tmp_path: Path) -> list[float]:
+    """L^D at θ_P after both runs of the program, with some of its lines replaced."""
+    program = PAGE.read_text()
+    assert program.count(lines) == 1
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    for file in (IMAGES, OMNIGLOT):
+        (tmp_path / file.parent.name).mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / file.parent.name)
+    (folder / "changed.py").write_text(program.replace(lines, by))
+    names = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    command = [sys.executable, folder / "changed.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=names, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"t 30: .*L\^D at θ_P ([\d.]+)", done.stdout)]
+
+
+@pytest.mark.slow
+def test_without_the_spring_the_labels_do_not_reach_theta_p(tmp_path: Path) -> None:
+    line = "grad_P + LAM * (theta_P - theta_D).detach()"
+    assert "ends at 2.17 instead of 0.97" in (ROOT / "docs/page.md").read_text()
+    assert losses_at_the_end(line, "grad_P", tmp_path) == pytest.approx([2.17, 2.17], abs=0.1)
+
+
+@pytest.mark.slow
+def test_with_g_at_theta_d_the_run_is_that_with_q_0(tmp_path: Path) -> None:
+    line = "g, *first = torch.autograd.grad(loss, [theta_P, *phi_D.values()])"
+    by = f"""_{line[1:]}
+            wrong = L_D(psi, theta_D, phi_D, images[chosen], labels[chosen])
+            (g,) = torch.autograd.grad(wrong, theta_D)"""
+    with_g, with_0 = losses_at_the_end(line, by, tmp_path)
+    assert with_g == pytest.approx(with_0, abs=0.02)
+    assert with_0 == pytest.approx(1.13, abs=0.1)
