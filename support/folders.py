@@ -344,7 +344,10 @@ def count_in(places: Iterable[Path]) -> Counter[str]:
 def find_gaps(
     entries: Mapping[str, Entries], classes: Sequence[str], left_out: Mapping[str, int]
 ) -> list[str]:
-    """Return a fault for an empty part, and for classes of which train has no image."""
+    """Return a fault for an empty part, and for classes of which train has no image.
+
+    An image has one class here, so each label is a number.
+    """
     faults = [
         say_no_image(f"no image for {part}", left_out) for part in SPLITS if not entries[part]
     ]
