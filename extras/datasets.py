@@ -71,6 +71,7 @@ def check(
     problems: list[str] = []
     source: Task | Pool | None = None
     with collected(problems):  # it goes on with the images where opening is refused
+        # Seed 0 may draw parts; all images are opened, in whichever part they are.
         source = open_task(name, 0, root, partial=partial) if is_task else open_pool(name, root)
     return look_through(name, place, source, problems, track)
 
@@ -102,12 +103,15 @@ def looks_labelled(place: Path) -> bool:
 def look_through(
     name: str, place: Path, source: Task | Pool | None, problems: list[str], track: Track
 ) -> Check:
-    """Read all images of a task or pool, or those below `place` if it could not be opened."""
+    """Read all images of a task or pool, or those below `place` if it could not be opened.
+
+    What is wrong with them is added to `problems`, which has what was wrong in opening it.
+    """
     found = source or Pool(find_images(place).images)
     looks = look_at_files(files_of(found), track)
     problems += [look.fault for look in looks.values() if look.fault]
     copies: list[list[str]] = []
-    if isinstance(found, Task):
+    if isinstance(found, Task):  # in a pool, copies are no problem
         copies = [[str(file) for file in group] for group in find_copies(looks)]
         problems += find_shared(found, hash_images(found, looks)) + say_copies(copies, place)
     images = sum(found.sizes().values()) if isinstance(found, Task) else len(found.images)

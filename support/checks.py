@@ -29,6 +29,7 @@ def check_task(task: Task) -> None:
         check_labels(split, name, task.classes)
     if len({split.targets.ndim for split in task.splits().values()}) > 1:
         raise ValueError("labels: of all splits one class an image, or of all several")
+    # Else validation would choose a model for images that are cut in another way than the test's.
     if not are_cut_alike(task.val, task.test, task.uncut):
         raise ValueError("val and test: give their images in one size, or all of them as files")
 
@@ -123,7 +124,7 @@ def check_images(images: Stored, name: str) -> None:
     if isinstance(images, Tensor):
         check_pixels(images, name)
     elif len({file.is_absolute() for file in images}) > 1:
-        # A pool's or task's digest names each file below the folder that holds all of them.
+        # A digest names each file below the folder that holds all of them: mixed paths have none.
         raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
 
 
@@ -140,6 +141,7 @@ def check_pixels(images: Tensor, name: str) -> None:
             " of grey ones (images, 1, height, width) with images.expand(-1, 3, -1, -1), and where"
             " colours are last images.permute(0, 3, 1, 2)"
         )
+    # numpy, by which they are hashed, takes neither.
     if images.device.type != "cpu" or images.requires_grad:
         raise ValueError(f"{name}: images are on a GPU, or need gradients; images.detach().cpu()")
     if not 0 <= images.min() <= images.max() <= 1:  # nan is refused, too

@@ -77,7 +77,7 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
     raise Busy. Raises Stopped after a signal.
     """
     lock = FileLock(path / ".lock")
-    if not is_taken(lock, path):
+    if not is_taken(lock, path):  # this tries to take it; False: another process has it
         if not wait:
             raise Busy(
                 f"--out {path}: another process is at work in it; wait, or give another --out"
@@ -101,7 +101,7 @@ def is_taken(lock: FileLock, path: Path) -> bool:
         with as_usage_error(f"--out {path}: cannot be made or locked"), suppress(Timeout):
             path.mkdir(parents=True, exist_ok=True)
             check_locks(path / ".lock")
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=0)  # Timeout at once where another process has it
     return process_0_says(lock.is_locked)
 
 

@@ -145,13 +145,13 @@ def folder(root: str | Path, seed: int) -> Task:
     A missing test or val is taken from train, see `holdout`. Raises ValueError with all faults.
     """
     root = Path(root)
-    parts = find_parts(root)
+    parts = find_parts(root)  # there is always a train, which may be `root` itself
     classes = list_classes(parts)
     entries, left_out, faults = list_images(root, parts, classes)
     drawn = [name for name in SPLITS if name not in parts]
     for name in reversed(drawn):  # test first, so val is a fifth of what test leaves
         entries["train"], entries[name] = holdout(entries["train"], seed, name)
-    faults += find_gaps(entries, classes, left_out)
+    faults += find_gaps(entries, classes, left_out)  # empty parts, and classes that train lacks
     if faults:
         raise ValueError("; ".join(faults))
     train, val, test = (split_of(root, entries[name]) for name in SPLITS)
@@ -167,7 +167,11 @@ class Listed(NamedTuple):
 
 
 def list_images(root: Path, parts: Mapping[str, Path], classes: Sequence[str]) -> Listed:
-    """List the images in all class folders of the parts of `root`."""
+    """List the images in all class folders of the parts of `root`.
+
+    Where `root` has no parts, it is the part train itself; its folders are the class folders.
+    `classes` are the names of all class folders; an image's label is the place of its class there.
+    """
     listed = Listed({}, count_beside({root, *parts.values()}), [])
     class_folders = {path for place in parts.values() for path in subfolders(place)}
     neither = {*folders_beside(root, parts)} - class_folders  # neither parts nor classes
@@ -232,7 +236,7 @@ def check_parts(root: Path, parts: Mapping[str, Path]) -> None:
             f"{root} holds {names}, but no train: put the classes to train on into {root}/train/,"
             f" or rename {names} if these are classes"
         )
-    if len(parts) > 1:
+    if len(parts) > 1:  # then train is no class, and folders beside the parts are left out
         return
     if beside := [path.name for path in folders_beside(root, parts) if find_images(path).images]:
         raise ValueError(
@@ -269,6 +273,7 @@ def are_classes(root: Path, parts: Mapping[str, Path]) -> bool:
     """
     beside = {path.name for path in folders_beside(root, parts)}
     inside = {path.name for place in parts.values() for path in subfolders(place)}
+    # A folder beside with such a name is a class, of which the part has images, too.
     return "train" not in parts and bool(beside) and not beside & inside
 
 
@@ -286,7 +291,7 @@ def list_classes(parts: Mapping[str, Path]) -> list[str]:
     folders = [path for place in parts.values() for path in subfolders(place)]
     classes = sorted({class_of(path) for path in folders})
     if len(classes) < 2:
-        raise ValueError(say_too_few(parts["train"], classes))
+        raise ValueError(say_too_few(parts["train"], classes))  # there is always a train
     for path in folders:
         inside = [inner.name for inner in subfolders(path)]
         if inside and all(map(part_of, inside)) and not has_images(path):
@@ -327,7 +332,7 @@ def count_beside(places: Iterable[Path]) -> Counter[str]:
         for path in shown(place):
             if not path.is_dir():
                 ending = path.suffix.lower()
-                is_image = ending in IMG_EXTENSIONS
+                is_image = ending in IMG_EXTENSIONS  # then its place is why it is left out
                 left_out[f"{ending} beside class folders" if is_image else ending] += 1
     return left_out
 
@@ -336,7 +341,7 @@ def count_in(places: Iterable[Path]) -> Counter[str]:
     """Return how many files lie in `places`, folders beside the parts, by ending."""
     left_out = Counter[str]()
     for place in places:
-        images, others, _ = find_images(place)
+        images, others, _ = find_images(place)  # faults do no harm where nothing is taken
         left_out += others + Counter(f"{path.suffix.lower()} beside parts" for path in images)
     return left_out
 
@@ -346,7 +351,8 @@ def find_gaps(
 ) -> list[str]:
     """Return a fault for an empty part, and for classes of which train has no image.
 
-    An image has one class here, so each label is a number.
+    An image has one class here, so each label is a number. Files that were `left_out` may be what
+    is missing, so the faults name their endings.
     """
     faults = [
         say_no_image(f"no image for {part}", left_out) for part in SPLITS if not entries[part]

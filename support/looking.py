@@ -71,7 +71,8 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
     """
     NOISY.difference_update(files)  # files that decoders warned of may have been replaced since
     looks: list[Look] = []
-    with overheard() as said, ThreadPoolExecutor(8) as threads:  # decoders release Python's lock
+    # `said` is filled when the block ends. Threads, since decoders release Python's lock.
+    with overheard() as said, ThreadPoolExecutor(8) as threads:
         for look in track(look_at_each(files, threads), total=len(files), label=READING):
             if world().size == 1:  # torchrun's processes would wait for each other at each image
                 stop_if_asked()
@@ -79,7 +80,7 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
     found = dict(zip(files, looks, strict=True))
     if said:  # this is rare; each file is read again alone, to learn which one is meant
         for file, look in found.items():
-            if not look.fault:
+            if not look.fault:  # a file that cannot be read is named by its fault
                 warn_of(file)
     return found
 
@@ -114,7 +115,7 @@ def overheard() -> Iterator[list[str]]:
         return
     recording = warnings.catch_warnings(record=True)
     with LISTENING, recording as caught, TemporaryFile() as written:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always")  # those, too, that `data` silences, or that were shown
         try:
             with descriptor_2_leads_to(written):
                 yield said
@@ -153,8 +154,8 @@ def warn_of(file: Path) -> None:
     with overheard() as said:
         read_image(file)
     if said:
-        NOISY.add(file)
-    for text in dict.fromkeys(said):
+        NOISY.add(file)  # so that `read_image` does not let libjpeg print it again
+    for text in dict.fromkeys(said):  # each once
         LOG.warning("%s: is taken as it is, but its decoder warns (%s)", file, text)
 
 
@@ -333,14 +334,14 @@ def describe_counts(task: Task) -> str:
     '2 classes, 3 images each: daisy, rose; train 2, val 2 (drawn), test 2 (drawn)'
     """
     of_splits = (count_by_class(split, len(task.classes)) for split in task.splits().values())
-    counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]
+    counts = [sum(of_class) for of_class in zip(*of_splits, strict=True)]  # in all splits together
     sizes = task.sizes()
     if min(counts) == max(counts):
         images = f"{counts[0]} images each: {shorten(task.classes)}"
     else:
         names = [f"{name} {n}" for name, n in zip(task.classes, counts, strict=True)]
         images = f"{sum(sizes.values())} images: {shorten(names)}"
-        if len(counts) > MOST_NAMED:
+        if len(counts) > MOST_NAMED:  # `shorten` has left some out
             images += f" (from {min(counts)} to {max(counts)} a class)"
     parts = []
     for part, n in sizes.items():
