@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 def check_format(said: Mapping[str, object], what: Path | str, remedy: str) -> None:
     """Refuse (UsageError) what another version has written in another format.
 
-    `said` is a definition, and `what` where it was read.
+    `said` is what a file says of itself, such as a definition, and `what` names the file.
     """
     if said.get("format") != FORMAT:
         by = said.get("versions", "another version")
@@ -89,6 +89,8 @@ def tell_apart(
 ) -> list[Difference]:
     """Return in what two definitions differ; the names in `but_for` are not compared.
 
+    `runs_before` is put into the differences, see `Difference`.
+
     >>> tell_apart({"command": "align", "rank": 8}, {"command": "align", "rank": 64})
     [Difference(name='rank', own='8', other='64', runs_before=0)]
     """
@@ -100,7 +102,7 @@ def tell_apart(
     ]
 
 
-def tell_chains_apart(chain: Chain, first: Chain, but_for: Set[str] = OF_SEED) -> list[Difference]:
+def tell_chains_apart(own: Chain, other: Chain, but_for: Set[str] = OF_SEED) -> list[Difference]:
     """Return in what two chains differ: in their commands, and in the settings of each run.
 
     Settings are compared from the last run backwards, until one of two runs is of another command.
@@ -112,12 +114,13 @@ def tell_chains_apart(chain: Chain, first: Chain, but_for: Set[str] = OF_SEED) -
     rank 8 / 64
     """
     told = []
-    if commands(chain) != commands(first):
-        told.append(Difference(COMMANDS, ", ".join(commands(chain)), ", ".join(commands(first))))
-    for runs_before, (own, other) in enumerate(zip(chain, first, strict=False)):
-        if own["command"] != other["command"]:
+    if commands(own) != commands(other):
+        told.append(Difference(COMMANDS, ", ".join(commands(own)), ", ".join(commands(other))))
+    # Not strict: one chain may be longer, and then their commands differ, which is told above.
+    for runs_before, (own_run, other_run) in enumerate(zip(own, other, strict=False)):
+        if own_run["command"] != other_run["command"]:
             break
-        told += tell_apart(own, other, but_for, runs_before)
+        told += tell_apart(own_run, other_run, but_for, runs_before)
     return told
 
 

@@ -86,7 +86,8 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 def check_seeds_before(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) a start that was fine-tuned with a seed of this run.
 
-    The same seed draws the same head and the same batches a second time.
+    The same seed draws the same head and the same batches a second time. In an align run it draws
+    others, so there it is fine.
     """
     own = {*range(cfg.seed, cfg.seed + cfg.seeds)}
     for start in starts:
@@ -99,7 +100,10 @@ def check_seeds_before(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 
 
 def check_independent(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) starts of which one is there twice, as a copy or as a second run."""
+    """Refuse (UsageError) starts of which one is there twice, as a copy or as a second run.
+
+    One start for all seeds is fine.
+    """
     digests = [start.sha256 for start in starts]
     if reasons := find_repeated(digests, [start.info.seeds for start in starts]):
         raise UsageError(f"--from {cfg.start}: {'; '.join(reasons)}; remove what is there twice")
@@ -124,7 +128,7 @@ def check_alike(starts: Sequence[Start]) -> None:
 
 
 def check_starts(starts: Sequence[Start], experiment: Experiment[FinetuneConfig]) -> None:
-    """Refuse (UsageError) adapters, and weights, that do not fit or were trained on other data."""
+    """Refuse (UsageError) adapters that do not fit, and adapters or weights of other data."""
     check_weights(experiment)
     for file in sorted({start.file for start in starts if start.file}):  # one, or one a seed
         adapter = load_adapter(file)
@@ -156,7 +160,7 @@ def check_same_data(given: str, digests: Sequence[str], experiment: Experiment[C
     """Refuse (UsageError) a θ of other labelled data or splits, unless --other-data is given.
 
     Such a θ may have been trained on test images of this run. `digests` are of the data that it was
-    trained on, and `given` is the flag that names it.
+    trained on, [] without a θ, and `given` is the flag that names it.
     """
     own = experiment.digests["data_sha256"]
     if not experiment.cfg.other_data and any(digest != own for digest in digests):
@@ -183,7 +187,7 @@ def seconds_until(file: Path | None) -> float | None:
     seconds_before = result.get("start_cpu_seconds", 0.0)  # align has no run before it
     if seconds is None or seconds_before is None:
         return None
-    seeds = len(result["trials"]) if "trials" in result else 1
+    seeds = len(result["trials"]) if "trials" in result else 1  # only finetune has trials
     return float(seconds + seconds_before) / seeds
 
 
