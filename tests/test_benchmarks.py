@@ -26,6 +26,15 @@ def any_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tv.Flowers102, "_check_integrity", lambda self: True)
 
 
+@pytest.mark.parametrize("name", ["dtd", "cub200", "pets", "flowers", "aircrafts"])
+def test_labels_of_one_class_are_the_same_with_difficult_objects(name: str, tmp_path: Path) -> None:
+    """`--preset as-released` counts VOC's difficult objects, which are marked by 0, on any data."""
+    root = make(name, tmp_path).parent
+    plain, hits = load(name, root), load(name, root, difficult="positive")
+    for split, of_hits in zip(plain[1:4], hits[1:4], strict=True):
+        assert split.targets.equal(of_hits.targets)
+
+
 @pytest.mark.parametrize("name", ["dtd", "pets", "flowers", "aircrafts"])
 @pytest.mark.parametrize("real", [False, True])
 def test_torchvision_opens_the_same_files_with_the_same_labels(
