@@ -69,7 +69,7 @@ def plan(cfg: AnyConfig, out: Path) -> Record:
 
 def plan_align(cfg: AlignConfig, out: Path) -> Record:
     """Return what an `align` run will be."""
-    experiment = open_experiment(cfg, load=load_what_is_here)
+    experiment = open_experiment(cfg, load=load_what_is_here)  # fetches nothing
     prepare(experiment)  # only to see whether the settings fit
     if is_here(experiment):  # without weights, their digest is not known
         check_directory(out, define("align", cfg, experiment.digests))
@@ -97,7 +97,7 @@ def reckon_align(
     cfg = experiment.cfg
     upper = seconds["upper step"]  # a step of the head alone takes no longer
     total = alternations * (cfg.lower_steps * seconds["lower step"] + cfg.upper_steps * upper)
-    validations = math.ceil(alternations / cfg.eval_every)
+    validations = math.ceil(alternations / cfg.eval_every)  # the last alternation always has one
     total += 2 * validations * seconds["validation"]  # each scores θ_P and θ_D
     return total + probe_epochs * experiment.steps_of_epoch(cfg.d_batch) * upper
 
@@ -105,7 +105,8 @@ def reckon_align(
 def plan_before_start(cfg: FinetuneConfig, out: Path) -> Record:
     """Return what a `finetune` run will be whose --from is not there yet: it is planned without.
 
-    Its rates are the default after align, so they are not compared with the paper's without it.
+    By default its rates are those after align, which `model_copy` keeps. So what is unlike the
+    paper is asked of `cfg`, which has its --from.
     """
     found = plan_finetune(cfg.model_copy(update={"start": None}), out)
     found["unlike the paper"] = cfg.unlike_paper()
@@ -115,10 +116,11 @@ def plan_before_start(cfg: FinetuneConfig, out: Path) -> Record:
 def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
     """Return what a `finetune` run will be."""
     starts = read_starts(cfg)
-    experiment = open_experiment(cfg, load=load_what_is_here)
+    experiment = open_experiment(cfg, load=load_what_is_here)  # fetches nothing
     check_batches(experiment, "--batch", cfg.batch)
     if is_here(experiment):  # without weights, their digest is not known
         check_starts(starts, experiment)
+        # A run is defined by what its first seed starts from; each trial keeps its own start.
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
     read_starts(cfg)  # refuses too few adapters for all seeds
@@ -129,10 +131,10 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    # Trials of other rates and seeds may lie there, too.
+    # Trials of other rates and seeds may lie there, too, of commands that did not end.
     seeds = range(cfg.seed, cfg.seed + cfg.seeds)
     own = [one for one in read_finished(out) if one.lr in cfg.lr and one.seed in seeds]
-    done = min(trials, len(own))
+    done = min(trials, len(own))  # own ones may be more: of a rate that was the best one before
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)
@@ -144,7 +146,7 @@ def reckon_trial(experiment: Tuning, seconds: Seconds) -> float:
     """Return how many seconds a trial of fine-tuning takes."""
     cfg = experiment.cfg
     steps = cfg.epochs * experiment.steps_of_epoch(cfg.batch)
-    validations = math.ceil(cfg.epochs / cfg.eval_epochs)
+    validations = math.ceil(cfg.epochs / cfg.eval_epochs)  # the last epoch always has one
     return steps * seconds["training step"] + validations * seconds["validation"]
 
 
@@ -174,6 +176,7 @@ def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
 
 def load_what_is_here(cfg: AlignConfig | FinetuneConfig, weights: Path | None) -> Pretrained:
     """Load the networks as a run does; make them without numbers if the weights are not here."""
+    # `weights` is None for timm's own: `load_backbone` then leaves it to timm to find the file.
     file = weights or find_timm(cfg.backbone)
     return load_backbone(cfg, weights) if file and file.exists() else empty_networks(cfg)
 
@@ -182,7 +185,7 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
     """Return device, images, weights and network of an experiment."""
     cfg, task, networks = experiment.cfg, experiment.task, experiment.networks
     found: Record = {"device": str(experiment.device), "dataset": describe(task)} | task.sizes()
-    if experiment.pool:
+    if experiment.pool:  # finetune has none
         found["pool"] = describe(experiment.pool)
     found["weights"] = describe_weights(cfg, networks)
     return found | describe_sizes(networks.arch)
@@ -192,15 +195,16 @@ def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) ->
     """Return where the weights come from, whether they are here, and how large their file is."""
     key = (cfg.backbone, cfg.pretext)
     source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {repository_of(cfg.backbone)}"
-    where = "here" if networks.sha256 else "to be fetched"
+    where = "here" if networks.sha256 else "to be fetched"  # "": made without their numbers
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
+    # Of official files SIZES says more: they have the pretext head, too.
     return f"{source}, {where}, about {SIZES.get(key, megabytes)} MB"
 
 
 def describe_sizes(arch: Arch) -> Record:
     """Return the sizes of the network and its images. Raises UsageError where they do not fit."""
     with torch.device("meta"):  # shapes alone, no numbers
-        build_head(arch, "mae")  # only to see whether its sizes fit
+        build_head(arch, "mae")  # only to see whether patches fill the image, as every head needs
         millions = count_numbers(build_vit(arch)) / 1e6
     return {
         "network": f"{arch.depth} layers, width {arch.dim}, {millions:.1f} million numbers",
@@ -223,7 +227,7 @@ def tell_times(seconds: Seconds, total: float, device: torch.device) -> Record:
     """Return the seconds of each step, about how long the rest takes, and the memory of a GPU."""
     found = {name: f"{number:.3g} s" for name, number in seconds.items()}
     found["about"] = f"{timedelta(seconds=round(total))}, if this machine stays as busy as now"
-    if device.type == "cuda":
+    if device.type == "cuda":  # at least: a whole alternation may need more than these steps
         found["memory"] = f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB at least"
     return found
 
@@ -260,7 +264,7 @@ def value_as_text(value: str | list[str] | Record) -> str:
 
 
 def count_records(out: Path) -> int:
-    """Return how many records a run has logged."""
+    """Return how many records a run has logged; after a kill, some of them are made again."""
     file = out / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
@@ -289,11 +293,12 @@ def time_align(experiment: Alignment) -> Seconds:
     def time_alternation(upper_steps: int) -> float:
         """Return the seconds of an alternation of one lower step and so many upper ones."""
         lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps}
+        # model_copy does not check: the warm-up may be longer than two alternations.
         short = replace(experiment, cfg=experiment.cfg.model_copy(update=lengths))
         return time_second(alternations_left(short, prepare(short)))
 
     lower, both = time_alternation(0), time_alternation(1)
-    upper = max(0.0, both - lower)
+    upper = max(0.0, both - lower)  # two measured times: the difference may come out negative
     return {
         "lower step": lower, "upper step": upper,
         "validation": time_validation(experiment),
@@ -304,7 +309,7 @@ def time_finetune(experiment: Tuning) -> Seconds:
     """Return the seconds of a step of fine-tuning and of a validation."""
     steps = experiment.steps_of_epoch(experiment.cfg.batch)
     # The first steps of two epochs have whole batches; the last step of an epoch may have fewer
-    # images.
+    # images. Start() is a fresh θ, which is as fast as any.
     firsts = range(0, 2 * steps, steps)
     each_step = train(experiment, prepare_tuning(experiment, Start()), firsts, steps_per_record=1)
     return {"training step": time_second(each_step), "validation": time_validation(experiment)}
@@ -321,13 +326,18 @@ def time_validation(experiment: Experiment[Any]) -> float:
     """Return the seconds of a validation, reckoned from a batch, once its images are decoded."""
     val = experiment.task.val
     few = Split(val.images[:VAL_BATCH], val.targets[:VAL_BATCH])
-    theta, head = experiment.new_theta(0), experiment.new_head("dry run", 0)
+    # The time depends on no number, so any seed does.
+    theta, head = experiment.new_theta(0), experiment.new_head("dry run", seed=0)
+    # The first scoring decodes the images, and keeps them for the second one.
     scores = (experiment.score(few, theta, head.with_stats) for _ in range(2))
     return time_second(scores) * len(val.targets) / len(few.targets)
 
 
 def time_second(steps: Iterator[object]) -> float:
-    """Return the seconds of the second of two steps; the first one warms up."""
+    """Return the seconds of the second of two steps; the first one warms up.
+
+    What a step yields has numbers on the CPU, so a GPU has finished that step.
+    """
     next(steps)
     began = time.perf_counter()
     next(steps)

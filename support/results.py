@@ -40,7 +40,8 @@ class AdapterInfo(BaseModel, frozen=True):
     stage: Said = None  # the command: "align" or "finetune"; None: θ is fresh
     # Of the run that has made it, see `support.definitions`: settings, digests and versions.
     definition: Record = {}
-    # What the adapter that it started from says; AdapterInfo() if it started from a fresh θ.
+    # What the adapter that finetune started from says; AdapterInfo() if it started from a fresh θ.
+    # None after align, which starts from no adapter.
     origin: "AdapterInfo | None" = None
     # The rest, of the same run, is what other modules read of it by name.
     arch: Record = {}  # sizes of the backbone, see `config.Arch`
@@ -70,6 +71,7 @@ class AdapterInfo(BaseModel, frozen=True):
     @property
     def chain(self) -> list[Record]:
         """The definitions of the runs in `stages`."""
+        # An adapter of finetune has the definition of its trial, whose command is "finetune trial".
         return [one.definition | {"command": one.stage} for one in self.stages]
 
     @property
@@ -136,6 +138,7 @@ class FinetuneResult(RunResult, frozen=True):
             of_seeds = f"mean ± standard deviation of {of_seeds}"
         about = f"rate {self.lr:g}; {of_seeds}"
         headline = f"{self.dataset}: test {self.metric} {accuracies} ({about})"
+        # Of the chosen rate, `tried` has some of the `trials`, which are all listed.
         of_other_rates = [trial for trial in self.tried if trial.lr != self.lr]
         rows = [trial.as_row() for trial in [*of_other_rates, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"
@@ -146,6 +149,7 @@ def read_result(run: Path) -> FinetuneResult:
     file = run / "result.json"
     remedy = "give a finished finetune run, or a folder of them"
     with as_read_error(str(file), remedy):
+        # The file does not say `out`, since the run may be moved.
         return FinetuneResult(**read_table(file), out=str(run))
 
 
@@ -175,7 +179,8 @@ def count_runs(trials: Sequence[TrialResult], commands: Sequence[str]) -> list[R
     chains = [(trial.seed, *trial.start_seeds) for trial in trials]  # the last run first
     repeats = []
     for k, command in enumerate(reversed(commands)):
-        # Runs with the same seed, and with the same seeds before them, are one run.
+        # Runs with the same seed, and with the same seeds before them, are one run: those of an arm
+        # differ in nothing else.
         runs = {chain[k:] for chain in chains}
         # Where a trial does not say the seeds of the runs before, its chain is shorter.
         seeds = {chain[k] for chain in chains if len(chain) > k}
@@ -188,7 +193,8 @@ def seconds_before(trials: Sequence[TrialResult]) -> float | None:
 
     Returns None where the seconds of a run are unknown.
     """
-    # By the digest of the adapter that they start from: several trials may start from one.
+    # By the digest of the adapter that they start from: several trials may start from one. Without
+    # one it is None, and the seconds are 0.
     by_start = {trial.start_sha256: trial.start_cpu_seconds for trial in trials}
     known = [seconds for seconds in by_start.values() if seconds is not None]
     return sum(known) if len(known) == len(by_start) else None
