@@ -194,7 +194,11 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
 def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) -> str:
     """Return where the weights come from, whether they are here, and how large their file is."""
     key = (cfg.backbone, cfg.pretext)
-    source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {repository_of(cfg.backbone)}"
+    source = (
+        cfg.weights
+        or OFFICIAL_FILES.get(key)
+        or f"timm's own, {repository_of(cfg.backbone) or cfg.backbone}"
+    )
     where = "here" if networks.sha256 else "to be fetched"  # "": made without their numbers
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
     # Of official files SIZES says more: they have the pretext head, too.
