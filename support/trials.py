@@ -106,7 +106,7 @@ def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
 
     So a command with fewer of them takes no trial out of result.json.
     """
-    if not process_0_says((out / "result.json").exists()):
+    if not process_0_says((out / "result.json").exists()):  # no command has ended yet
         return cfg
     earlier = read_result(out)
     together = {
