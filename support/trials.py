@@ -45,7 +45,10 @@ class Trial(NamedTuple):
 def plan_trial(
     cfg: FinetuneConfig, starts: Sequence[Start], out: Path, rate: float, k: int
 ) -> Trial:
-    """Return the trial of a rate with the seed of number `k`, which counts from 0."""
+    """Return the trial of a rate with the seed of number `k`, which counts from 0.
+
+    `starts` has what each seed starts from.
+    """
     seed = cfg.seed + k
     of_trial = {"lr": (rate,), "seed": seed, "start": starts[k].file}
     settings = cfg.model_copy(update=of_trial | {"seeds": 1, "grid_seeds": 1})
@@ -103,12 +106,12 @@ def with_earlier(out: Path, cfg: FinetuneConfig) -> FinetuneConfig:
 
     So a command with fewer of them takes no trial out of result.json.
     """
-    if not process_0_says((out / "result.json").exists()):
+    if not process_0_says((out / "result.json").exists()):  # no command has ended yet
         return cfg
     earlier = read_result(out)
     together = {
         "lr": tuple(sorted({*earlier.rates, *cfg.lr})),
-        "seeds": max(cfg.seeds, len(earlier.trials)),
+        "seeds": max(cfg.seeds, len(earlier.trials)),  # `trials` are of one rate, one a seed
         "grid_seeds": max(cfg.grid_seeds, earlier.grid_seeds),
     }
     whole = cfg.model_copy(update=together)
@@ -146,7 +149,10 @@ def follow(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:
     labels = [trial.label for trial in trials]
 
     def track_both(items: Iterable[T], total: int, label: str, done: int = 0) -> Iterator[T]:
-        """Yield the epochs of the trial with this label through both loops, one in the other."""
+        """Yield the epochs of the trial with this label through both loops, one in the other.
+
+        Every trial has `total` epochs; `done` of this one's are in its checkpoint.
+        """
         finished = sum(trial.is_finished for trial in trials)
         trial_label = f"trial {labels.index(label) + 1} of {number}, {label}"
         of_trial = track(items, total, trial_label, done)
