@@ -10,6 +10,7 @@ A chain is a list of definitions: that of a run, that of the run it starts from,
 This module does without torch, so that `bisslight evaluate` starts at once.
 """
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
@@ -158,7 +159,8 @@ def explain(difference: Difference) -> str:
         return f"{name}{of_run}"
     text = " ".join((FIELDS[name].description or "").split())
     # Sources stand behind it in brackets, such as [App. C.3].
-    sentence = text.partition(". ")[0].partition(" [")[0].removesuffix(".")
+    # A full stop before a capital letter or a bracket ends it; that of "Eq. 4" does not.
+    sentence = re.split(r"\. (?=[A-Z[])| \[", text)[0].removesuffix(".")
     return f"{flag_of(name)}{of_run} ({sentence})"
 
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from config import FinetuneConfig, Record
 from support.definitions import say
+from support.errors import UsageError
 from support.experiment import Experiment
 from support.files import locked, read_json, write_atomic
 from support.processes import process_0_says, wait_for_all
 from support.results import TrialResult, read_result
-from support.runs import ALL_TRIALS, LOG, T, Track, check_directory, check_one_run
+from support.runs import ALL_TRIALS, LOG, REMEDY, T, Track, check_directory, check_one_run
 from support.runs import define as define_run
 from support.starts import Start
 
@@ -130,6 +131,21 @@ def read_finished(out: Path) -> list[TrialResult]:
         if file.parent.name == own_name:  # a copy of a trial has another name
             finished.append(TrialResult.model_validate(content))
     return finished
+
+
+def check_earlier(out: Path, cfg: FinetuneConfig, starts: Sequence[Start]) -> None:
+    """Refuse (UsageError) a finished trial in `out` whose seed starts from another adapter now.
+
+    `starts` has one for each seed. Rates could not be compared otherwise: the trials of a new rate
+    would start from the new adapter.
+    """
+    own = {cfg.seed + k: start.sha256 for k, start in enumerate(starts)}
+    for trial in read_finished(out):
+        if trial.seed in own and trial.start_sha256 != own[trial.seed]:
+            place = out / f"lr{trial.lr}-s{trial.seed}"
+            raise UsageError(
+                f"--out {place}: is another run: content of --from is another; {REMEDY}"
+            )
 
 
 def follow(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:

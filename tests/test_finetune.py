@@ -442,6 +442,23 @@ def test_aligned_seeds_never_take_over_a_direct_arms_directory(
     assert read_arm(tmp_path / "aligned").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
 
 
+def test_a_seed_keeps_its_start_also_where_a_rate_is_added(
+    weights: Path, aligned: Path, tmp_path: Path
+) -> None:
+    """The second seed's align run is replaced; the start of the first one stands in config.json."""
+    starts = tmp_path / "starts"
+    for name in ("s2", "s10"):
+        shutil.copytree(aligned / name, starts / name)
+    tune(weights, tmp_path / "out", start=starts, seeds=2, lr=(1e-20,))
+    before = contents(tmp_path / "out")
+    shutil.rmtree(starts / "s10")
+    shutil.copytree(aligned / "s2", starts / "s10")
+    for rates in ((1e-20,), (1e-20, 1e-2)):
+        with pytest.raises(UsageError, match="lr1e-20-s1: is another run: content of --from"):
+            tune(weights, tmp_path / "out", start=starts, seeds=2, lr=rates)
+    assert contents(tmp_path / "out") == before
+
+
 def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
