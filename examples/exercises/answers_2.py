@@ -52,7 +52,7 @@ def masking(noise: Tensor, mask_ratio: float) -> tuple[Tensor, Tensor]:
     noise, in the order of their noise. restore says where each patch stands in the list "kept
     patches, then removed ones", which is the list of all patches in the order of their noise.
     """
-    # blank: two sorts
+    # blank: the two index lists
     kept = int(noise.shape[1] * (1 - mask_ratio))
     order = noise.argsort(1)  # place -> patch
     restore = order.argsort(1)  # patch -> place: the inverse permutation

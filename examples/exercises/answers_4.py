@@ -30,7 +30,7 @@ def with_the_head(
 
 def per_image_rows(G: Tensor, images: int) -> Tensor:
     """Rows R: the expectation of RᵀR / len(R) is the per-image matrix. From minibatch rows G."""
-    # blank: N_L rows for the mean, and N_L more for the covariance that is missing
+    # blank: the rows of R
     # A minibatch mean has 1/B of the images' covariance, so B − 1 times as much is missing. The
     # rows' own covariance estimates what is there. Scaled by √(B − 1), the rows' deviations from
     # their mean become N_L more rows. RᵀR is then divided by 2 N_L, hence the 2 under both roots.
@@ -43,7 +43,7 @@ def per_image_rows(G: Tensor, images: int) -> Tensor:
 
 def with_decay(G: Tensor, lam: float, decay: float) -> Callable[[Tensor], Tensor]:
     """The function g -> q, both (K, p), of Eq. 5 with weight decay; F in the place of H."""
-    # blank: M-FAC with another damping, and a factor
+    # blank: Eq. 5 with decay
     # Decay ω adds ω/2 |θ_P|² to Eq. 4, so the matrix to invert is H + (λ + ω) I. M-FAC with λ + ω
     # inverts it, but also multiplies by λ + ω, where Eq. 5 has λ.
     solve = mfac.mfac(G, lam + decay)
@@ -59,7 +59,7 @@ def cached_gradient(
     micro: int,
 ) -> Tensor:
     """∇_θ of loss(embed(theta, images)), with at most `micro` images in the network at a time."""
-    # blank: all embeddings without a graph, then one part after the other
+    # blank: the gradient, part by part
     # First all embeddings without a graph, and the loss's gradient with respect to them, which is
     # small. Then each part again with a graph: by the chain rule its share of ∇_θ L is the gradient
     # of z · ∂L/∂z with ∂L/∂z held fixed, and shares add up.
