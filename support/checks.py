@@ -165,7 +165,8 @@ def check_labels(split: Split, name: str, classes: Sequence[str]) -> None:
         raise ValueError(f"{name}: labels are on a GPU; labels.cpu()")
     if labels.ndim not in (1, 2):
         raise ValueError(
-            f"{name}: labels have the shape {tuple(labels.shape)}; give (images,), a class each"
+            f"{name}: labels have the shape {tuple(labels.shape)}; give (images,), a class each, or"
+            " (images, classes)"
         )
     if len(labels) != len(split.images):
         raise ValueError(f"{name}: has {len(split.images)} images and {len(labels)} labels")
