@@ -139,6 +139,24 @@ def test_the_loop_reaches_the_bilevel_optimum() -> None:
     assert float(off.abs().max()) > 0.05
 
 
+def test_the_hessian_is_that_at_theta_p() -> None:
+    """That of `Quadratic` is the same everywhere, so the point itself is looked at."""
+    problem, seen = Quadratic(), []
+
+    class Watched(Passes):
+        def hessian(self, loss: Any, theta: Tensor, phi: Any, batch: Any) -> Any:
+            seen.append((theta, phi))
+            return super().hessian(loss, theta, phi, batch)
+
+    s = problem.begin()
+    steps: Any = Steps(alternations=2, lower_steps=3, upper_steps=1, lam=0.5)
+    samples, labelled = itertools.cycle(problem.samples), itertools.repeat(Sample())
+    inputs: Any = s, steps, problem, problem.loss_D, exact, samples, labelled, Watched()
+    list(algorithm_1(*inputs))
+    assert len(seen) == 2
+    assert all(theta is s.theta_P and phi is s.phi_P for theta, phi in seen)
+
+
 class Sampled(Quadratic):
     """Samples of mean a and covariance H⁻¹, so that F is H at θ_P = a. Elsewhere F is larger."""
 

@@ -1,9 +1,11 @@
 """The head's three modes by hand, and its moments where processes share a batch."""
 
+import math
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from child_process import finish, start
 from test_lora import IMAGES, THETA, VIT, tiny_vit
 from torch import Tensor
@@ -74,3 +76,33 @@ def test_processes_that_share_a_batch_have_moments_and_gradients_of_the_whole(
     whole = found(slice(0, 5))
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), whole)
+
+
+def test_difficult_entries_do_not_count_in_the_binary_cross_entropy() -> None:
+    """By hand: at z = 0 each entry that counts has log 2, and so has their mean."""
+    targets = torch.tensor([[1, 0, 0, -1], [1, -1, -1, -1]])
+    loss = head.cross_entropy(torch.zeros(2, 4), targets, "bce")
+    torch.testing.assert_close(loss, torch.full((2,), math.log(2)))
+
+
+def test_gradients_pass_through_the_moments_of_a_batch_as_in_torchs_batch_norm() -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, generator=g, dtype=torch.float64).requires_grad_()
+    phi = {
+        name: torch.randn(*shape, generator=g, dtype=torch.float64)
+        for name, shape in (
+            ("norm.weight", (3,)),
+            ("norm.bias", (3,)),
+            ("weight", (2, 3)),
+            ("bias", (2,)),
+        )
+    }
+    direction = torch.randn(5, 2, generator=g, dtype=torch.float64)
+    ours = head.logits(x, phi | head.moments(x, None))
+    normal = F.batch_norm(
+        x, None, None, phi["norm.weight"], phi["norm.bias"], training=True, eps=head.NORM_EPS
+    )
+    theirs = F.linear(normal, phi["weight"], phi["bias"])
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad((z * direction).sum(), x)[0] for z in (ours, theirs)]
+    torch.testing.assert_close(*gradients)

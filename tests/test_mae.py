@@ -168,3 +168,14 @@ def test_real_sizes_have_the_official_keys(name: str, keys: int, parameters: int
 def test_a_mask_ratio_that_leaves_none_or_all_is_refused(ratio: float) -> None:
     with pytest.raises(ValueError, match="leaves none or all of the patches"):
         official(ratio)
+
+
+@pytest.mark.parametrize(
+    ("patches", "ratio", "kept"), [(16, 0.7, 4), (196, 0.9, 19), (64, 0.6, 25)]
+)
+def test_the_number_of_visible_patches_is_rounded_down(
+    patches: int, ratio: float, kept: int
+) -> None:
+    """As in the official program: int(patches · (1 − ratio))."""
+    keep, _ = mae.masking(torch.rand(1, patches), ratio)
+    assert keep.shape == (1, kept)
