@@ -131,15 +131,21 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    # Trials of other rates and seeds may lie there, too, of commands that did not end.
-    seeds = range(cfg.seed, cfg.seed + cfg.seeds)
-    own = [one for one in read_finished(out) if one.lr in cfg.lr and one.seed in seeds]
-    done = min(trials, len(own))  # own ones may be more: of a rate that was the best one before
+    done = min(trials, count_done(cfg, out))  # more are, where another rate was the best before
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)
         found |= tell_times(seconds, total, experiment.device)
     return found | describe_rest(cfg, out, done, trials)
+
+
+def count_done(cfg: FinetuneConfig, out: Path) -> int:
+    """Return how many trials of these rates and seeds are finished in `out`.
+
+    Trials of others may lie there, too, of commands that did not end.
+    """
+    seeds = range(cfg.seed, cfg.seed + cfg.seeds)
+    return sum(one.lr in cfg.lr and one.seed in seeds for one in read_finished(out))
 
 
 def reckon_trial(experiment: Tuning, seconds: Seconds) -> float:

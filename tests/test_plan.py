@@ -1,6 +1,7 @@
 """What a dry run says of a run: sizes, steps, seconds, and all that the run would refuse."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from toy import (
 )
 
 from config import BACKBONES, Arch, FinetuneConfig
-from extras.plan import describe_sizes
+from extras.plan import count_done, describe_sizes
+from support.results import TrialResult
 from support.trials import count_trials
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -97,6 +99,26 @@ def make_pool() -> None:
     Path("pool").mkdir()
     for number in range(5):
         Image.new("RGB", (20, 20), (50 * number, 0, 0)).save(f"pool/{number}.png")
+
+
+def test_trials_of_other_rates_and_seeds_are_not_counted_as_done(tmp_path: Path) -> None:
+    """Of four finished trials one is the plan's; a copy has another name."""
+    for rate, seed in ((0.01, 3), (0.01, 0), (0.1, 3)):
+        place = tmp_path / f"lr{rate}-s{seed}"
+        place.mkdir()
+        result = TrialResult(
+            lr=rate,
+            seed=seed,
+            val=None,
+            start_sha256=None,
+            start_cpu_seconds=0,
+            cpu_seconds=1,
+            seconds=1,
+        )
+        (place / "result.json").write_text(result.model_dump_json())
+    shutil.copytree(tmp_path / "lr0.01-s3", tmp_path / "lr0.01-s3 (copy)")
+    cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", lr=(0.01,), seeds=2, seed=3)
+    assert count_done(cfg, tmp_path) == 1
 
 
 def test_pretraining_is_timed_and_its_directory_looked_at() -> None:
