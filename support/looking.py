@@ -7,6 +7,7 @@ A pool may have a million images; it is known by names and sizes alone.
 """
 
 import hashlib
+import io
 import logging
 import math
 import os
@@ -23,6 +24,8 @@ from tempfile import TemporaryFile
 from threading import Lock
 from typing import IO, NamedTuple
 
+from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from data import NOISY, SPLITS, ImageError, Pool, Split, Task, read_image
@@ -42,6 +45,7 @@ MOST_NAMED = 20  # classes that are named in a line
 READ_AT_ONCE = 200  # files handed to threads: after Ctrl-C, taking thousands back takes seconds
 # Words in the lines that libjpeg and libtiff write
 OF_DECODERS = rb"JPEG|JFIF|progression|Adobe|TIFF|LZW|tempfile|per pixel"
+SAMPLES = 277  # TIFF's tag of how many numbers a pixel has, SamplesPerPixel
 LISTENING = Lock()  # held by the thread that is in `overheard`
 
 
@@ -53,6 +57,7 @@ class Look(NamedTuple):
 
     sha256: str = ""  # of its bytes
     fault: str = ""  # why it cannot be read; empty if it can
+    rest: str = ""  # which of its pages or bands are taken; empty if all are
 
 
 def look_at_file(file: Path) -> Look:
@@ -61,7 +66,21 @@ def look_at_file(file: Path) -> Look:
         read_image(file)
     except ImageError as error:
         return Look(fault=str(error))
-    return Look(hashlib.sha256(file.read_bytes()).hexdigest())
+    content = file.read_bytes()
+    return Look(hashlib.sha256(content).hexdigest(), rest=find_rest(content))
+
+
+def find_rest(content: bytes) -> str:
+    """Return which pages or bands of a readable image file are taken; "" where all are."""
+    with Image.open(io.BytesIO(content)) as image:  # this reads no more than the header
+        # Formats of one page lack the attribute. Phones write MPO: its first page is the photo.
+        has_pages = getattr(image, "is_animated", False) and image.format != "MPO"
+        if has_pages:  # such as animations, scans, and stacks of microscopes
+            return "several pages, the first one is taken"
+        # Satellites see near infrared beside red, green and blue.
+        bands = len(image.getbands())
+        samples = image.tag_v2.get(SAMPLES, 1) if isinstance(image, TiffImageFile) else bands
+        return f"{samples} bands, the first {bands} are taken" if samples > bands else ""
 
 
 def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path, Look]:
@@ -78,6 +97,9 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
                 stop_if_asked()
             looks.append(look)
     found = dict(zip(files, looks, strict=True))
+    for file, look in found.items():
+        if look.rest:
+            LOG.warning("%s: has %s", file, look.rest)
     if said:  # this is rare; each file is read again alone, to learn which one is meant
         for file, look in found.items():
             if not look.fault:  # a file that cannot be read is named by its fault
