@@ -109,19 +109,6 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
 
 
-@pytest.mark.parametrize(("bits", "row"), [(2, b"\x1b"), (4, b"\x05\xaf")])
-def test_the_transparent_level_of_a_grey_png_of_few_bits_is_laid_on_white(
-    bits: int, row: bytes, tmp_path: Path
-) -> None:
-    """The levels are 0, 1, 2, 3, or 0, 5, 10, 15: of both, the second one is transparent."""
-    header = struct.pack(">IIBBBBB", 4, 1, bits, 0, 0, 0, 0)
-    level = struct.pack(">H", 1 if bits == 2 else 5)
-    parts = chunk(b"IHDR", header) + chunk(b"tRNS", level)
-    parts += chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + parts)
-    assert read(tmp_path / "a.png")[0, :, 0].tolist() == [0, 255, 170, 255]
-
-
 def png(colour_type: int, channels: int) -> bytes:
     """2 x 2 pixels of 16 bits a channel, 4080 of 65535 each: white of a 12-bit camera."""
     row = b"\0" + struct.pack(">H", 4080) * 2 * channels
