@@ -22,15 +22,11 @@ from extras import pretrain
 from finetune import prepare as prepare_tuning
 from finetune import train
 from support.checkpoints import (
-    OFFICIAL_FILES,
-    SIZES,
     Pretrained,
     build_head,
     build_vit,
     empty_networks,
-    find_timm,
     load_backbone,
-    repository_of,
 )
 from support.definitions import say
 from support.experiment import (
@@ -46,6 +42,7 @@ from support.screen import count
 from support.starts import Start, check_starts, read_starts
 from support.trials import Tuning, count_trials, read_finished, with_earlier
 from support.trials import define as define_finetune
+from support.weights import OFFICIAL_FILES, SIZES, address_of, find_timm
 
 Seconds = dict[str, float]  # of a step or a validation, by its name
 LARGE = 384  # the width of a network that is not timed on a CPU, where a step takes minutes
@@ -200,11 +197,7 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
 def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) -> str:
     """Return where the weights come from, whether they are here, and how large their file is."""
     key = (cfg.backbone, cfg.pretext)
-    source = (
-        cfg.weights
-        or OFFICIAL_FILES.get(key)
-        or f"timm's own, {repository_of(cfg.backbone) or cfg.backbone}"
-    )
+    source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {address_of(cfg.backbone)}"
     where = "here" if networks.sha256 else "to be fetched"  # "": made without their numbers
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
     # Of official files SIZES says more: they have the pretext head, too.

@@ -17,17 +17,10 @@ from config import BACKBONES, AlignConfig, Arch
 from data import rng
 from head import init_head, init_norm
 from support.adapters import AdapterInfo, load_adapter, save_adapter
-from support.checkpoints import (
-    OFFICIAL_FILES,
-    Pretrained,
-    build_head,
-    build_vit,
-    download,
-    find_weights,
-    load_backbone,
-)
+from support.checkpoints import Pretrained, build_head, build_vit, find_weights, load_backbone
 from support.definitions import FORMAT
 from support.errors import UsageError
+from support.weights import OFFICIAL_FILES, download
 
 
 def official_layout(backbone: str) -> dict[str, Any]:
