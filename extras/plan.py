@@ -40,7 +40,7 @@ from support.looking import describe, digest_of_pool, look_at_pool
 from support.runs import check_directory, define
 from support.screen import count
 from support.starts import Start, check_starts, read_starts
-from support.trials import Tuning, count_trials, read_finished, with_earlier
+from support.trials import Tuning, check_earlier, count_trials, read_finished, with_earlier
 from support.trials import define as define_finetune
 from support.weights import OFFICIAL_FILES, SIZES, address_of, find_timm
 
@@ -120,7 +120,7 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         # A run is defined by what its first seed starts from; each trial keeps its own start.
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
-    read_starts(cfg)  # refuses too few adapters for all seeds
+    check_earlier(out, cfg, read_starts(cfg))  # one start for each of all seeds
     trials = count_trials(cfg)
     steps = count(experiment.steps_of_epoch(cfg.batch), "step")
     found = describe_experiment(experiment)
