@@ -14,8 +14,8 @@ from support.looking import (
     describe,
     files_of,
     find_copies,
-    find_lacking,
-    find_shared,
+    find_lacking_classes,
+    find_shared_images,
     hash_images,
     look_at_files,
 )
@@ -113,7 +113,7 @@ def look_through(
     copies: list[list[str]] = []
     if isinstance(found, Task):  # in a pool, copies are no problem
         copies = [[str(file) for file in group] for group in find_copies(looks)]
-        problems += find_shared(found, hash_images(found, looks)) + say_copies(copies, place)
+        problems += find_shared_images(found, hash_images(found, looks)) + say_copies(copies, place)
     images = sum(found.sizes().values()) if isinstance(found, Task) else len(found.images)
     return Check(
         name=name,
@@ -129,7 +129,7 @@ def say_all(source: Task | Pool) -> list[str]:
     """Return how a data set was understood, classes that a part lacks, and how parts were drawn."""
     if isinstance(source, Pool):
         return describe(source)
-    return describe(source) + find_lacking(source) + ([DIVIDE] if source.drawn else [])
+    return describe(source) + find_lacking_classes(source) + ([DIVIDE] if source.drawn else [])
 
 
 def say_copies(copies: Sequence[Sequence[str]], place: Path) -> list[str]:

@@ -185,6 +185,7 @@ def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) 
     # By the start, so that one for all counts once.
     seeds_by_start = {start: tuple(own) for start, own in zip(starts, seeds, strict=True)}
     known = [own for own in seeds_by_start.values() if own]
+    # All seeds have to be equal: [0, 1] and [0, 2] are two fine-tunings of one align run.
     for own in sorted({own for own in known if known.count(own) > 1}):
         reasons.append(f"two starts have the same seed, {', '.join(map(str, own))}")
     return reasons

@@ -236,13 +236,13 @@ def mean_and_std(source: Task | Pool) -> list[list[float]]:
     return [[float(x) for x in values] for values in (source.mean, source.std)]
 
 
-def find_shared(task: Task, hashes: Hashes) -> list[str]:
+def find_shared_images(task: Task, hashes: Hashes) -> list[str]:
     """Return a line for each two splits with images in common, with their number and one of them.
 
     >>> import torch
     >>> split = Split(torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
     >>> task = Task("own", split, split, split, ["daisy", "rose"])
-    >>> find_shared(task, {"train": ["a", "b"], "val": ["b", "c"], "test": ["d", "e"]})
+    >>> find_shared_images(task, {"train": ["a", "b"], "val": ["b", "c"], "test": ["d", "e"]})
     ['train and val share 1 image, such as number 0 of val']
     """
     lines = []
@@ -379,7 +379,7 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def find_lacking(task: Task) -> list[str]:
+def find_lacking_classes(task: Task) -> list[str]:
     """Return a line for each part that lacks classes, with the names of these."""
     found = []
     for part, split in task.splits().items():

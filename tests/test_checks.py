@@ -16,7 +16,7 @@ from support import looking
 from support.checks import check_pool, check_task
 from support.experiment import look_at_data
 from support.folders import folder
-from support.looking import digest_of_task, find_shared, look_at_pool, look_at_task
+from support.looking import digest_of_task, find_shared_images, look_at_pool, look_at_task
 from support.runs import untracked
 
 TRANSFORM = Transform(8, (0.5,) * 3, (0.5,) * 3)
@@ -157,7 +157,7 @@ def test_one_hash_is_in_the_definition_and_tells_shared_images(
         hashes = look_at_data(task, None, untracked)
     example = "number 3 of test" if in_memory else str(copy)
     told = f"train and test share 1 image, such as {example}"
-    assert find_shared(task, hashes) == [told]
+    assert find_shared_images(task, hashes) == [told]
     assert caplog.messages[-1] == f"{task.name}: {told}"
     assert hashes["train"][1] == hashes["test"][3]
     assert digest_of_task(task, hashes) == digest_of_task(task, look_at_task(task))

@@ -36,7 +36,7 @@ from support.looking import (
     describe,
     digest_of_pool,
     digest_of_task,
-    find_lacking,
+    find_lacking_classes,
     look_at_pool,
     look_at_task,
 )
@@ -101,7 +101,7 @@ def test_parts_may_have_the_names_that_people_give_them(tmp_path: Path) -> None:
     make(tmp_path, "Training/c/1.png", "docs/plan.png")
     task = folder(tmp_path, 0)
     assert task.sizes() == {"train": 19, "val": 6, "test": 4} and not task.drawn
-    assert find_lacking(task) == ["val lacks c", "test lacks c"]
+    assert find_lacking_classes(task) == ["val lacks c", "test lacks c"]
     assert task.left_out == {".png beside parts": 1}
 
 
