@@ -568,7 +568,7 @@ def test_what_other_pages_tell_of_the_study_is_rounded_from_its_rows(
     found = second.analyse(run._asdict() for run in measured)
     low, mean, high = (f"{getattr(found['P', 'G'].here, x):.1f}" for x in ("low", "mean", "high"))
     repository = plan.RESULTS.parents[1]
-    for name in ("README.md", "docs/page.md", "experiments/README.md"):
+    for name in ("docs/page.md", "experiments/README.md"):
         assert f"{mean} points" in (repository / name).read_text(), name
     for name in ("docs/page.md", "experiments/README.md", "experiments/which_derivative.md"):
         assert f"{low} to {high}" in (repository / name).read_text(), name
