@@ -138,7 +138,7 @@ class FinetuneResult(RunResult, frozen=True):
             of_seeds = f"mean ± standard deviation of {of_seeds}"
         about = f"rate {self.lr:g}; {of_seeds}"
         headline = f"{self.dataset}: test {self.metric} {accuracies} ({about})"
-        # Of the chosen rate, `tried` has some of the `trials`, which are all listed.
+        # `trials` has all of the chosen rate, of which `tried` has some, too.
         of_other_rates = [trial for trial in self.tried if trial.lr != self.lr]
         rows = [trial.as_row() for trial in [*of_other_rates, *self.trials]]
         return f"{headline}\n\n{draw_table(rows)}\n\nin {self.out}"

@@ -42,7 +42,7 @@ def read_table(path: Path) -> Content:
 def find_runs(path: Path) -> list[Path]:
     """Return [path] if this is a run, which has a config.json; else the runs in this directory.
 
-    Returns [path], too, if there is no run in it.
+    Returns [path], too, if there is no run in it: who reads it refuses it by this name.
     """
     if (path / "config.json").exists():
         return [path]
@@ -61,6 +61,7 @@ def read_run(run: Path) -> Content:
     if not run.exists():
         raise ValueError(say_not_here(run, NO_RUN))
     is_adapter = run.is_file()
+    # Of a folder the first: fine-tuning refuses runs that differ in more than the seed.
     directory = run.parent if is_adapter else find_runs(run)[0]
     file = directory / "config.json"
     if is_adapter and not file.exists():
