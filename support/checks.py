@@ -124,13 +124,13 @@ def check_images(images: Stored, name: str) -> None:
     if isinstance(images, Tensor):
         check_pixels(images, name)
     elif len({file.is_absolute() for file in images}) > 1:
-        # A digest names each file below the folder that holds all of them: mixed paths have none.
+        # A digest names each file below the folder that holds all of them. A mixture has none.
         raise ValueError(f"{name}: some paths are absolute and some are not; file.absolute()")
 
 
 def check_pixels(images: Tensor, name: str) -> None:
     """Raise ValueError where a tensor is not (images, 3, height, width) of numbers from 0 to 1."""
-    if images.dtype != torch.float32:  # whole numbers may go to 255, or to 1
+    if images.dtype != torch.float32:  # the networks' type; whole numbers may go to 1 or 255
         raise ValueError(
             f"{name}: images are {images.dtype}; give float32 from 0 to 1: images.float(), and of"
             " values up to 255 images.float() / 255"
@@ -148,7 +148,7 @@ def check_pixels(images: Tensor, name: str) -> None:
         raise ValueError(f"{name}: pixels of images in memory have to be numbers from 0 to 1")
     if images.max() == 0:
         raise ValueError(f"{name}: all pixels are 0")
-    if images.max() < 2 / 255:
+    if images.max() < 2 / 255:  # those that were divided twice reach 1/255
         raise ValueError(f"{name}: no pixel is above 2/255; were they divided by 255 twice?")
 
 

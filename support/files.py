@@ -77,13 +77,13 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
     raise Busy. Raises Stopped after a signal.
     """
     lock = FileLock(path / ".lock")
-    if not is_taken(lock, path):  # this tries to take it; False: another process has it
+    if not try_to_take(lock, path):  # another process has it
         if not wait:
             raise Busy(
                 f"--out {path}: another process is at work in it; wait, or give another --out"
             )
         LOG.info(WAITING, path)
-        while not is_taken(lock, path):
+        while not try_to_take(lock, path):
             stop_if_asked()
             time.sleep(0.5)
     try:
@@ -92,8 +92,8 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
         lock.release()  # does nothing in torchrun's other processes, which do not have it
 
 
-def is_taken(lock: FileLock, path: Path) -> bool:
-    """Try to take the lock of the directory `path`, which is made; returns whether it is ours.
+def try_to_take(lock: FileLock, path: Path) -> bool:
+    """Make the directory `path` and try to take its lock; returns whether it is ours.
 
     Of torchrun's processes the first one takes it for all, and all return the same.
     """

@@ -77,7 +77,7 @@ def find_rest(content: bytes) -> str:
         has_pages = getattr(image, "is_animated", False) and image.format != "MPO"
         if has_pages:  # such as animations, scans, and stacks of microscopes
             return "several pages, the first one is taken"
-        # Satellites see near infrared beside red, green and blue.
+        # Pillow drops bands of a TIFF without a word, such as a satellite's near infrared.
         bands = len(image.getbands())
         samples = image.tag_v2.get(SAMPLES, 1) if isinstance(image, TiffImageFile) else bands
         return f"{samples} bands, the first {bands} are taken" if samples > bands else ""
@@ -88,7 +88,8 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
 
     Raises Stopped after a signal; with torchrun, it is left to the run to stop.
     """
-    NOISY.difference_update(files)  # files that decoders warned of may have been replaced since
+    # `read_image` lets no decoder warn of a NOISY file again, but these may be others by now.
+    NOISY.difference_update(files)
     looks: list[Look] = []
     # `said` is filled when the block ends. Threads, since decoders release Python's lock.
     with overheard() as said, ThreadPoolExecutor(8) as threads:
@@ -98,7 +99,7 @@ def look_at_files(files: Sequence[Path], track: Track = untracked) -> dict[Path,
             looks.append(look)
     found = dict(zip(files, looks, strict=True))
     for file, look in found.items():
-        if look.rest:
+        if look.rest:  # such as several pages, of which the first one is taken
             LOG.warning("%s: has %s", file, look.rest)
     if said:  # this is rare; each file is read again alone, to learn which one is meant
         for file, look in found.items():
@@ -165,7 +166,7 @@ def take_warnings(lines: Iterable[bytes]) -> list[str]:
     for line in lines:
         if re.search(OF_DECODERS, line):
             found.append(line.decode().strip())
-        else:  # not to descriptor 2: a bar on the screen goes on below what sys.stderr prints
+        else:  # not to descriptor 2: a bar on the screen stays below what sys.stderr prints
             sys.stderr.write(line.decode(errors="backslashreplace"))
             sys.stderr.flush()
     return found

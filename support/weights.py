@@ -65,12 +65,12 @@ def find_checkpoint(cfg: Network) -> Path | None:
             f"--weights: {cfg.backbone} with {cfg.pretext} has no official ones; give a"
             f" checkpoint, or a run of `bisslight pretrain --backbone {cfg.backbone}`"
         )
-    # Where torch keeps what it fetches
+    # Where torch keeps what it fetches. TORCH_HOME may be relative; messages name the whole path.
     return Path(torch.hub.get_dir()).resolve() / "checkpoints" / Path(url).name
 
 
 def tell_missing(cfg: AnyConfig, path: Path) -> str:
-    """Return the line about an official file that is not here: it is fetched once all else is."""
+    """Return the line about an official file that is missing: fetched once all else is here."""
     key = (cfg.backbone, cfg.pretext)
     return (
         f"--weights: {path} is missing, {SIZES[key]} MB; fetched once the rest is there, from"

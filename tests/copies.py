@@ -8,7 +8,7 @@ from PIL import Image
 from scipy.io import savemat
 
 from data import SPLITS
-from support.benchmarks import BENCHMARKS, VOC
+from support.benchmarks import BENCHMARKS, VOC_CLASSES
 
 
 def picture(path: Path) -> None:
@@ -34,7 +34,7 @@ def make_voc(base: Path) -> list[str]:
     """Image i of a part has object i; object i + 4 is a difficult one in it."""
     for part, first in zip(SPLITS, (0, 10, 20), strict=True):
         names = [f"{first + i:06d}" for i in range(4)]
-        for k, kind in enumerate(VOC):
+        for k, kind in enumerate(VOC_CLASSES):
             labels = [1 if k == i else 0 if k == i + 4 else -1 for i in range(4)]
             text = [f"{n} {v:2d}" for n, v in zip(names, labels, strict=True)]
             lines(base / f"VOC2007/ImageSets/Main/{kind}_{part}.txt", *text)

@@ -12,7 +12,7 @@ from toy import refusal
 
 from config import OMNIGLOT
 from data import SPLITS, Task
-from support.benchmarks import BENCHMARKS, VOC, open_pool, open_task, read_cub
+from support.benchmarks import BENCHMARKS, VOC_CLASSES, open_pool, open_task, read_cub
 from support.errors import UsageError
 
 
@@ -80,8 +80,8 @@ def test_voc_labels_are_those_of_the_annotations() -> None:
         xml = tv.VOCDetection(root, year="2007", image_set=part)
         for i in range(len(xml)):
             objects = xml[i][1]["annotation"]["object"]
-            easy = {VOC.index(o["name"]) for o in objects if o["difficult"] == "0"}
-            any_ = {VOC.index(o["name"]) for o in objects}
+            easy = {VOC_CLASSES.index(o["name"]) for o in objects if o["difficult"] == "0"}
+            any_ = {VOC_CLASSES.index(o["name"]) for o in objects}
             labels, positive = getattr(task, part).targets[i], getattr(hits, part).targets[i]
             assert {*(labels == 1).nonzero()[:, 0].tolist()} == easy
             assert {*(labels == 0).nonzero()[:, 0].tolist()} == any_ - easy
