@@ -128,7 +128,8 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    done = min(trials, count_done(cfg, out))  # more are, where another rate was the best before
+    # More may be done: all seeds of a rate that was the best one before.
+    done = min(trials, count_done(cfg, out))
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)
@@ -201,7 +202,7 @@ def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) ->
     # `empty_networks` makes them without numbers, and with "" as their digest.
     where = "here" if networks.sha256 else "to be fetched"
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
-    # Of official files SIZES says more: they have the pretext head, too.
+    # SIZES has those of official files, which are larger: the pretext head is in them, too.
     return f"{source}, {where}, about {SIZES.get(key, megabytes)} MB"
 
 
