@@ -113,7 +113,9 @@ def look_through(
     copies: list[list[str]] = []
     if isinstance(found, Task):  # in a pool, copies are no problem
         copies = [[str(file) for file in group] for group in find_copies(looks)]
-        problems += find_shared_images(found, hash_images(found, looks)) + say_copies(copies, place)
+        hashes = hash_images(found, looks)
+        problems += find_shared_images(found, hashes)  # between train, val and test
+        problems += say_copies(copies, place)
     images = sum(found.sizes().values()) if isinstance(found, Task) else len(found.images)
     return Check(
         name=name,

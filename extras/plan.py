@@ -40,7 +40,7 @@ from support.looking import describe, digest_of_pool, look_at_pool
 from support.runs import check_directory, define
 from support.screen import count
 from support.starts import Start, check_starts, read_starts
-from support.trials import Tuning, check_earlier, count_trials, read_finished, with_earlier
+from support.trials import Tuning, check_same_starts, count_trials, read_finished, with_earlier
 from support.trials import define as define_finetune
 from support.weights import OFFICIAL_FILES, SIZES, address_of, find_timm
 
@@ -68,7 +68,7 @@ def plan_align(cfg: AlignConfig, out: Path) -> Record:
     """Return what an `align` run will be."""
     experiment = open_experiment(cfg, load=load_what_is_here)  # fetches nothing
     prepare(experiment)  # only to see whether the settings fit
-    if is_here(experiment):  # without weights, their digest is not known
+    if has_weights(experiment):  # without weights, their digest is not known
         check_directory(out, define("align", cfg, experiment.digests))
     lower, upper = count(cfg.lower_steps, "lower step"), count(cfg.upper_steps, "upper step")
     found = describe_experiment(experiment)
@@ -102,9 +102,9 @@ def reckon_align(
 def plan_before_start(cfg: FinetuneConfig, out: Path) -> Record:
     """Return what a `finetune` run will be whose --from is not there yet: it is planned without.
 
-    By default its rates are those after align, which `model_copy` keeps. So what is unlike the
-    paper is asked of `cfg`, which has its --from.
+    What is unlike the paper is asked of `cfg`: the paper's rates are others without --from.
     """
+    # model_copy keeps the rates, where `replace` would take the defaults without --from.
     found = plan_finetune(cfg.model_copy(update={"start": None}), out)
     found["unlike the paper"] = cfg.unlike_paper()
     return {"start": f"{cfg.start}, not here yet, so it is not looked at"} | found
@@ -114,13 +114,13 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
     """Return what a `finetune` run will be."""
     starts = read_starts(cfg)
     experiment = open_experiment(cfg, load=load_what_is_here)  # fetches nothing
-    check_batches(experiment, "--batch", cfg.batch)
-    if is_here(experiment):  # without weights, their digest is not known
+    check_batches(experiment, "--batch", cfg.batch)  # an epoch's last one may be too small
+    if has_weights(experiment):  # without weights, their digest is not known
         check_starts(starts, experiment)
         # A run is defined by what its first seed starts from; each trial keeps its own start.
         check_directory(out, define_finetune(experiment, starts[0]))
     cfg = with_earlier(out, cfg)  # the rates and seeds that it goes on with
-    check_earlier(out, cfg, read_starts(cfg))  # one start for each of all seeds
+    check_same_starts(out, cfg, read_starts(cfg))  # one start for each of all seeds
     trials = count_trials(cfg)
     steps = count(experiment.steps_of_epoch(cfg.batch), "step")
     found = describe_experiment(experiment)
@@ -128,7 +128,8 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    done = min(trials, count_done(cfg, out))  # more are, where another rate was the best before
+    # More may be done: all seeds of a rate that was the best one before.
+    done = min(trials, count_done(cfg, out))
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)
@@ -155,8 +156,8 @@ def reckon_trial(experiment: Tuning, seconds: Seconds) -> float:
 
 def plan_pretrain(cfg: PretrainConfig, out: Path) -> Record:
     """Return what a `pretrain` run will be."""
-    _, pool, _ = open_sources(cfg)
-    assert pool is not None  # pretraining has one
+    _, pool, _ = open_sources(cfg)  # no task and no weights: pretraining starts from a pool alone
+    assert pool is not None
     device = set_up_device(cfg)
     look_at_pool(pool)  # refuses images that cannot be read
     digests = {"pool_sha256": digest_of_pool(pool)}
@@ -198,9 +199,10 @@ def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) ->
     """Return where the weights come from, whether they are here, and how large their file is."""
     key = (cfg.backbone, cfg.pretext)
     source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {address_of(cfg.backbone)}"
-    where = "here" if networks.sha256 else "to be fetched"  # "": made without their numbers
+    # `empty_networks` makes them without numbers, and with "" as their digest.
+    where = "here" if networks.sha256 else "to be fetched"
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each
-    # Of official files SIZES says more: they have the pretext head, too.
+    # SIZES has those of official files, which are larger: the pretext head is in them, too.
     return f"{source}, {where}, about {SIZES.get(key, megabytes)} MB"
 
 
@@ -275,14 +277,14 @@ def count_records(out: Path) -> int:
 # --- a step of each kind, after one that warms up -------------------------------------------------
 
 
-def is_here(experiment: Experiment[Any]) -> bool:
+def has_weights(experiment: Experiment[Any]) -> bool:
     """Whether the weights of the network are on this machine."""
     return bool(experiment.networks.sha256)
 
 
 def is_timed(experiment: Experiment[Any]) -> bool:
     """Whether steps are taken: the weights are here, and a step does not take minutes."""
-    return is_here(experiment) and is_quick(experiment.networks.arch, experiment.device)
+    return has_weights(experiment) and is_quick(experiment.networks.arch, experiment.device)
 
 
 def is_quick(arch: Arch, device: torch.device) -> bool:
@@ -295,6 +297,7 @@ def time_align(experiment: Alignment) -> Seconds:
 
     def time_alternation(upper_steps: int) -> float:
         """Return the seconds of an alternation of one lower step and so many upper ones."""
+        # Two, since the first one warms up.
         lengths = {"alternations": 2, "lower_steps": 1, "upper_steps": upper_steps}
         # model_copy does not check: the warm-up may be longer than two alternations.
         short = replace(experiment, cfg=experiment.cfg.model_copy(update=lengths))

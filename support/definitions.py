@@ -185,7 +185,8 @@ def find_repeated(starts: Sequence[str | None], seeds: Sequence[Sequence[int]]) 
     # By the start, so that one for all counts once.
     seeds_by_start = {start: tuple(own) for start, own in zip(starts, seeds, strict=True)}
     known = [own for own in seeds_by_start.values() if own]
-    # All seeds have to be equal: [0, 1] and [0, 2] are two fine-tunings of one align run.
+    # All seeds have to be equal; the last run's is the first of them. [0, 7] and [1, 7] are two
+    # fine-tunings of one align run, which count as two.
     for own in sorted({own for own in known if known.count(own) > 1}):
         reasons.append(f"two starts have the same seed, {', '.join(map(str, own))}")
     return reasons

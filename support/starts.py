@@ -1,7 +1,7 @@
 """Program: what fine-tuning starts from: the adapters that --from names.
 
-They have to be alike (seeds of one arm, each its own), to fit the settings and the network, and to
-be trained on the same labelled data.
+They have to be alike (one arm: runs of the same settings, each with its own seed), to fit the
+settings and the network, and to be trained on the same labelled data.
 """
 
 import logging
@@ -38,7 +38,7 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
 
     --from names a file, a finished run, or a folder of finished runs. If there is one adapter in
     it, all seeds start from that one. If there are several, each seed has its own: they are align
-    runs, or the seeds of a finetune run. Of more adapters than --seeds, the first ones are taken,
+    runs, or the seeds of a finetune run. If there are more than --seeds, the first ones are taken,
     in the order of `find_start_files`. Raises UsageError where any of them differ in more than the
     seed, or do not fit the settings.
     """
@@ -55,8 +55,8 @@ def read_starts(cfg: FinetuneConfig) -> list[Start]:
         )
     check_alike(starts)  # also those that this command does not take: more seeds would take them
     starts = starts[: cfg.seeds]
-    check_seeds_before(starts, cfg)
-    check_independent(starts, cfg)
+    check_seeds_are_new(starts, cfg)
+    check_independent(starts, cfg)  # none is there twice
     check_settings(f"--from {starts[0].file}", starts[0].info, cfg)  # all have the same ones
     return starts
 
@@ -70,7 +70,7 @@ def find_start_files(place: Path) -> list[Path]:
     return [file for run in find_runs(place) for file in find_adapters(run)]
 
 
-def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+def warn_of_unused(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Warn where --from has more adapters than seeds, and say which are taken."""
     files = find_start_files(cfg.start) if cfg.start else []
     if len(files) > len(starts):
@@ -83,7 +83,7 @@ def tell_starts(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 # --- alike --------------------------------------------------------------------------------------
 
 
-def check_seeds_before(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
+def check_seeds_are_new(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
     """Refuse (UsageError) a start that was fine-tuned with a seed of this run.
 
     The same seed draws the same head and the same batches a second time. In an align run it draws
@@ -100,7 +100,7 @@ def check_seeds_before(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 
 
 def check_independent(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
-    """Refuse (UsageError) starts of which one is there twice, as a copy or as a second run.
+    """Refuse (UsageError) a start that is there twice, as a copy or as a second run.
 
     One start for all seeds is fine.
     """
@@ -110,7 +110,7 @@ def check_independent(starts: Sequence[Start], cfg: FinetuneConfig) -> None:
 
 
 def check_alike(starts: Sequence[Start]) -> None:
-    """Refuse (UsageError) adapters that are not seeds of one arm: they differ in more than that."""
+    """Refuse (UsageError) adapters that are not seeds of one arm: more than the seed differs."""
     first = starts[0]
     for start in starts:
         differences = tell_chains_apart(

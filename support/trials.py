@@ -92,7 +92,7 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     """
     definition = define(experiment, start)
     grid = experiment.cfg.model_dump(mode="json", include=GRID)
-    # In a group, rates and seeds have to be the same, too: its processes share each trial.
+    # The processes of a group share each trial, so all need the same rates and seeds, too.
     check_one_run(out, definition | grid)
     check_directory(out, definition)
     wait_for_all()  # until each process has looked; then `write_atomic` writes in process 0 alone
@@ -133,7 +133,7 @@ def read_finished(out: Path) -> list[TrialResult]:
     return finished
 
 
-def check_earlier(out: Path, cfg: FinetuneConfig, starts: Sequence[Start]) -> None:
+def check_same_starts(out: Path, cfg: FinetuneConfig, starts: Sequence[Start]) -> None:
     """Refuse (UsageError) a finished trial in `out` whose seed starts from another adapter now.
 
     `starts` has one for each seed. Rates could not be compared otherwise: the trials of a new rate
@@ -148,7 +148,7 @@ def check_earlier(out: Path, cfg: FinetuneConfig, starts: Sequence[Start]) -> No
             )
 
 
-def follow(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:
+def with_total(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:
     """Return a `Track` for the epochs of one trial that also shows the epochs of all trials.
 
     Finished trials count with all of their epochs, and so do those that diverged.
