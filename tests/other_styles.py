@@ -44,11 +44,6 @@ def fisher_product__sum_over_gradients(G, x, lam):
     return sum(g * (g @ x) for g in G) / len(G) + lam * x
 
 
-def closed_form__inverse(G, g, lam):
-    m, _ = G.shape
-    return g - G.T @ torch.linalg.inv(G @ G.T + m * lam * torch.eye(m).to(G)) @ (G @ g)
-
-
 def closed_form__eigenvectors(G, g, lam):
     kappa, u = torch.linalg.eigh(G @ G.T)
     return g - G.T @ (u @ ((u.T @ (G @ g)) / (kappa + len(G) * lam)))
