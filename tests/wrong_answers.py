@@ -1,7 +1,8 @@
 """Wrong answers that were tried: the worked answer with one change, and a word of what is said.
 
 A row: the function, what stands in the worked answer, what a student might write, a word of the
-message. Each is here for a message that no other answer gets. REMARKS are right in their numbers, and get a remark.
+message. Each is here for a message that no other answer gets. REMARKS are right in their numbers,
+and get a remark.
 """
 
 WRONG = [
