@@ -15,17 +15,6 @@ from torch.optim import SGD
 import mfac
 
 
-def eq_7__lists(G, lam):
-    v, d = [], []
-    for g in G:
-        row = g / lam
-        for earlier, number in zip(v, d, strict=True):
-            row = row - earlier * torch.dot(earlier, g) / (len(G) + number)
-        v.append(row)
-        d.append(torch.dot(row, g))
-    return torch.stack(v), torch.stack(d)
-
-
 def eq_7__numpy(G, lam):
     rows = G.numpy()
     v = np.zeros_like(rows)
