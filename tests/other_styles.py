@@ -15,17 +15,6 @@ from torch.optim import SGD
 import mfac
 
 
-def eq_7__lists(G, lam):
-    v, d = [], []
-    for g in G:
-        row = g / lam
-        for earlier, number in zip(v, d, strict=True):
-            row = row - earlier * torch.dot(earlier, g) / (len(G) + number)
-        v.append(row)
-        d.append(torch.dot(row, g))
-    return torch.stack(v), torch.stack(d)
-
-
 def eq_7__numpy(G, lam):
     rows = G.numpy()
     v = np.zeros_like(rows)
@@ -42,11 +31,6 @@ def eq_10__two_products(v, d, g, lam):
 
 def fisher_product__sum_over_gradients(G, x, lam):
     return sum(g * (g @ x) for g in G) / len(G) + lam * x
-
-
-def closed_form__inverse(G, g, lam):
-    m, _ = G.shape
-    return g - G.T @ torch.linalg.inv(G @ G.T + m * lam * torch.eye(m).to(G)) @ (G @ g)
 
 
 def closed_form__eigenvectors(G, g, lam):

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from copies import make, picture
+from copies import make
 from loopback import Server
-from PIL import Image
 from torchvision.datasets import OxfordIIITPet
 from toy import done, photos_in, refusal, run
 
@@ -21,8 +20,6 @@ import data
 from extras.datasets import check
 from support.benchmarks import BENCHMARKS, download, open_pool, open_task
 from support.errors import RunError, UsageError
-from support.experiment import look_at_data
-from support.runs import untracked
 
 
 def test_check_counts_what_is_missing_and_names_what_is_damaged(tmp_path: Path) -> None:
@@ -39,35 +36,13 @@ def test_check_counts_what_is_missing_and_names_what_is_damaged(tmp_path: Path) 
     assert sorted(check("pets", tmp_path, partial=True).problems) == damaged
 
 
-def test_images_that_two_splits_share_are_told_by_check_and_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make("dtd", tmp_path)
-    task = open_task("dtd", 0, tmp_path, partial=True)
-    shutil.copy(str(task.train.images[0]), str(task.test.images[0]))
-    told, copies = check("dtd", tmp_path, partial=True).problems
-    assert told == f"train and test share 1 image, such as {task.test.images[0]}"
-    assert copies.startswith("images that are there twice or more: ")
-    look_at_data(task, None, untracked)
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == [f"dtd: {told}"]
-
-
-def drawn(path: Path, text: str) -> None:
-    """An image that is like no other."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.frombytes("RGB", (8, 8), hashlib.sha256(text.encode()).digest() * 6).save(path)
-
-
 def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) -> None:
     """A fault of the folders does not hide a damaged image. In a pool, equal images are none."""
-    for file in ("pool/1.png", "pool/deep/2.JPEG", "pool/.hidden/3.png"):
-        picture(tmp_path / file)
+    photos_in(tmp_path / "pool", ["1.png", "deep/2.JPEG", ".hidden/3.png"])
     shutil.copy(tmp_path / "pool/1.png", tmp_path / "pool/deep/2.JPEG")
     pool = check(f"{tmp_path}/pool", tmp_path)
     assert (pool.images, pool.problems) == (2, [])
-    for i, kind in enumerate("ab" * 10):
-        drawn(tmp_path / "classes" / kind / f"{i}.png", f"{i}")
+    photos_in(tmp_path / "classes", [f"{kind}/{k}.png" for kind in "ab" for k in range(10)])
     whole = check(f"folder:{tmp_path}/classes", tmp_path)
     assert (whole.images, whole.problems) == (20, [])
     (tmp_path / "classes/c").mkdir()
@@ -75,40 +50,33 @@ def test_a_pool_and_class_folders_are_checked_to_the_last_image(tmp_path: Path) 
     found = check(f"{tmp_path}/classes", tmp_path)
     lacking, damaged = found.problems
     assert "no image for train of class c" in lacking
-    assert "a/0.png: cannot be read" in damaged and damaged.endswith("; replace or remove it")
-    assert str(found).splitlines()[:2] == found.problems and found.images == 20
+    assert "a/0.png: cannot be read" in damaged and found.images == 20
 
 
-def test_of_many_copies_three_are_named_and_json_has_all(tmp_path: Path) -> None:
-    """Classes and parts stand in the names of files."""
+def test_images_that_parts_share_and_copies_in_a_part_are_told(tmp_path: Path) -> None:
+    """Of many copies a line names three; JSON has all."""
     photos_in(tmp_path, [f"{part}/{kind}/{k}.png" for part in ("test", "train", "val")
                          for kind in "ab" for k in range(5)])  # fmt: skip
-    for k in range(4):
-        twin = (tmp_path / f"train/a/{k}.png").read_bytes()
-        (tmp_path / f"train/a/twin{k}.png").write_bytes(twin)
-    said, *others = said_of_problem(f"data check {tmp_path}").splitlines()
-    assert "1 problem in 34 images" in others
-    pairs = [f"train/a/{k}.png = train/a/twin{k}.png" for k in range(4)]
-    assert ", ".join(pairs[:3]) in said and pairs[3] not in said
+    pairs = [(f"train/a/{k}.png", f"train/a/twin{k}.png") for k in range(3)]
+    pairs += [("train/b/4.png", "test/b/0.png")]
+    for one, two in pairs:
+        shutil.copy(tmp_path / one, tmp_path / two)
+    shared, copies, *_, end = said_of_problem(f"data check {tmp_path}").splitlines()
+    assert shared.startswith("train and test share 1 image") and "test/b/0.png" in shared
+    assert "train/a/2.png = train/a/twin2.png" in copies and "test/b/0.png" not in copies
+    assert end == "2 problems in 33 images"
     found = json.loads(said_of_problem(f"data check {tmp_path} --json"))
-    every = [[str(tmp_path / name) for name in pair.split(" = ")] for pair in pairs]
-    assert found["copies"] == every
+    assert found["copies"] == [[f"{tmp_path}/{one}", f"{tmp_path}/{two}"] for one, two in pairs]
 
 
 def test_a_flat_folder_is_a_pool_but_a_problem_where_it_is_named_as_a_labelled_one(
     tmp_path: Path,
 ) -> None:
-    """As it is of a run, and with the same text, which says what a labelled set looks like."""
     photos_in(tmp_path / "flat", [f"{k}.png" for k in range(5)])
     assert "no problems in 5 images" in done(f"data check {tmp_path}/flat")
     assert "no problems in 5 images" in done(f"data check folder:{tmp_path}/flat --pool")
-    outcome = run(f"data check folder:{tmp_path}/flat")
-    problem, _, holds, end = outcome.out.splitlines()
-    assert f"put the images into {tmp_path}/flat/CLASS/" in problem
-    assert holds == "images: 5"
-    assert (outcome.code, end) == (1, "1 problem in 5 images")
-    with pytest.raises(UsageError, match=re.escape(problem.partition(": ")[2])):
-        open_task(f"folder:{tmp_path}/flat", 0, tmp_path)
+    said = said_of_problem(f"data check folder:{tmp_path}/flat")
+    assert f"{tmp_path}/flat/CLASS/" in said and "1 problem in 5 images" in said
 
 
 def test_folders_of_a_pool_are_no_classes_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -160,16 +128,13 @@ def test_a_download_is_verified_and_looked_through(
             check(wrong, root)
 
 
-def test_a_file_is_no_folder_of_images(tmp_path: Path) -> None:
-    archive = tmp_path / "photos.zip"
-    for look in (check, partial(open_task, seed=0), open_pool):
-        if look is not open_pool:
-            with pytest.raises(UsageError, match=r"there is no folder .*photos\.zip"):
-                look(str(archive), root=tmp_path)
-        archive.touch()
-        with pytest.raises(UsageError, match=r"photos\.zip is a file"):
-            look(str(archive), root=tmp_path)
-        archive.unlink()
+@pytest.mark.parametrize("look", [check, partial(open_task, seed=0), open_pool])
+def test_a_file_is_no_folder_of_images(look: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no folder .*photos\.zip"):
+        look(str(tmp_path / "photos.zip"), root=tmp_path)
+    (tmp_path / "photos.zip").touch()
+    with pytest.raises(UsageError, match=r"photos\.zip is a file"):
+        look(str(tmp_path / "photos.zip"), root=tmp_path)
 
 
 def test_the_guides_lines_divide_patients_and_leave_nothing_to_tell(
