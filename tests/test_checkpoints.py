@@ -227,13 +227,6 @@ def test_processes_that_ask_for_one_file_fetch_it_once(tmp_path: Path, monkeypat
     assert fetched == ["http://x/y.pth"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Here it is below a file."""
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=rf"{tmp_path}/file/x\.pth.*TORCH_HOME"):
-        download("http://127.0.0.1:1/x.pth", tmp_path / "file/x.pth")
-
-
 def test_a_network_stays_as_it_was_read_where_its_file_is_written_anew(tmp_path: Path) -> None:
     """Its bytes become zeros in place, as where another program saves under the same name."""
     path = tmp_path / "w.pth"

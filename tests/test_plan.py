@@ -43,6 +43,9 @@ def test_the_network_is_built_without_its_numbers() -> None:
 def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Path) -> None:
     plan = json.loads(done(align_line(pretrained, "--dry-run --json")))
     assert {"lower step", "upper step", "validation", "about"} <= plan.keys()
+    assert (plan["train"], plan["val"], plan["test"]) == (80, 24, 48)
+    assert plan["unlike the paper"]["lower_steps"] == [2, 20]
+    assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
     plan = json.loads(done(finetune_line(pretrained, "--dry-run --json")))
     assert {"training step", "validation", "about"} <= plan.keys()
     said = done(finetune_line(pretrained, "--dry-run"))

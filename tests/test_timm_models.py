@@ -12,6 +12,7 @@ import torch
 from conftest import close
 from quilts import quilts
 from safetensors.torch import load_file, save_file
+from test_lora import IMAGES, tiny_vit
 from torchvision.transforms.functional import to_pil_image
 from toy import PEFT_STEPS, done, refusal
 
@@ -162,24 +163,19 @@ def test_the_decoder_is_fresh_and_knows_where_the_patches_are(vit: Any) -> None:
 @pytest.mark.parametrize("registers", [0, 1, 4])
 def test_masked_prediction_works_with_any_prefix(registers: int) -> None:
     """Each removed patch is predicted where it was; the prefix is not a patch."""
-    sizes: Any = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 4}
-    torch.manual_seed(0)
-    vit = timm.models.VisionTransformer(
-        **sizes, num_classes=0, class_token=False, global_pool="avg", reg_tokens=registers
-    )
-    decoder = Decoder(24, 16, 4, width=8, depth=0, heads=2, prefix=registers)
+    vit = tiny_vit(class_token=False, global_pool="avg", reg_tokens=registers)
+    decoder = Decoder(24, 16, 4, width=8, depth=0, heads=2, prefix=registers).double()
     task = MAE(lora.Backbone(vit), decoder, 0.75)
     # Without blocks the decoder predicts the same of every removed patch, but for its position.
     decoder.decoder_pos_embed[:, registers:] = torch.arange(16.0)[None, :, None]
     decoder.decoder_norm = torch.nn.Identity()  # type: ignore[assignment]
     torch.nn.init.constant_(decoder.decoder_pred.weight, 1 / 8)
     torch.nn.init.zeros_(decoder.decoder_pred.bias)
-    images = torch.randn(2, 3, 16, 16)
-    (noise,) = task.draw(2, rng(3))
-    prediction, mask = task.predict(None, task.phi, task.prepare(images, noise))
-    assert prediction.shape == (2, 16, 48) and mask.sum(1).tolist() == [12, 12]
-    positions = torch.arange(16.0).expand(2, -1)
-    close(prediction[mask == 1].mean(-1), positions[mask == 1], 1e-6)
+    batch = task.prepare(IMAGES, *task.draw(5, rng(3)))
+    prediction, mask = task.predict(None, task.phi, batch)
+    assert prediction.shape == (5, 16, 48) and mask.sum(1).tolist() == [12] * 5
+    expected = torch.arange(16.0).expand(5, -1)
+    close(prediction[mask == 1].mean(-1), expected[mask == 1], 1e-6)
 
 
 def test_align_finetune_and_export_work_with_a_network_of_timm(vit: Any) -> None:
