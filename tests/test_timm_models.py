@@ -293,15 +293,15 @@ def test_networks_of_the_hub_are_those_that_its_package_has_kept_and_offline_a_r
 
 def test_an_export_is_refused_for_other_data_than_it_was_trained_on(vit: Any) -> None:
     """Its file says this, also of an export before. Quilts and few_quilts differ in images."""
-    peft = f"{PEFT} --backbone timm:{NAME} --weights"
-    done(f"finetune {peft} w.safetensors --out f")
+    peft = f"finetune {PEFT} --backbone"
+    done(f"{peft} timm:{NAME} --weights w.safetensors --out f")
     done("export f --out e")
-    first = "e/timm/model.safetensors"
-    assert "--other-data" in refusal(f"finetune {peft} {first} --dataset quilts")
-    done(f"finetune {peft} {first} --dataset quilts --other-data --out g")
+    by_file = f"timm:{NAME} --weights e/timm/model.safetensors --dataset quilts"
+    assert "--other-data" in refusal(f"{peft} {by_file}")
+    done(f"{peft} {by_file} --other-data --out g")
     done("export g --out e2")
-    Path(first).rename("e/timm/mine.safetensors")  # timm takes a file of any name
+    Path("e/timm/model.safetensors").rename("e/timm/mine.safetensors")  # timm takes any name
+    align = f"align --pool quilts --image-size 32 {STEPS} --quiet --backbone"
     for given in (f"timm:{NAME} --weights e2/timm/model.safetensors", "timm:local-dir:e/timm"):
-        for command in ("finetune", f"align --pool quilts {STEPS}"):
-            line = f"{command} --backbone {given} --image-size 32 --dataset quilts"
-            assert "--other-data" in refusal(f"{line} --quiet")
+        for command in (peft, align):
+            assert "--other-data" in refusal(f"{command} {given} --dataset quilts")
