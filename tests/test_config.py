@@ -231,15 +231,13 @@ def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None
     assert re.search(named, line)
 
 
-def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
+def test_pretraining_may_be_as_long_as_its_warmup_and_has_no_seed_of_splits() -> None:
     """It splits nothing, so a seed of splits would make another run of the same numbers."""
     given: Record = {"backbone": "vit_mini", "pool": "/photos"}
-    PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
-    for wrong, named in (({"epochs": 3}, "--warmup-epochs"), ({"data_seed": 5}, "--data-seed")):
-        with pytest.raises(ValidationError) as refused:
-            PretrainConfig(**given | wrong)
-        (line,) = cli.explain(refused.value)
-        assert named in line
+    PretrainConfig(**given, epochs=4)  # the warm-up has 4 epochs
+    for name, value in (("epochs", 3), ("data_seed", 5)):
+        with pytest.raises(ValidationError, match=name):
+            PretrainConfig(**given, **{name: value})
 
 
 def test_settings_mean_the_same_in_another_directory_and_read_no_disk(
