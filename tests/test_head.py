@@ -88,15 +88,8 @@ def test_difficult_entries_do_not_count_in_the_binary_cross_entropy() -> None:
 def test_gradients_pass_through_the_moments_of_a_batch_as_in_torchs_batch_norm() -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, generator=g, dtype=torch.float64).requires_grad_()
-    phi = {
-        name: torch.randn(*shape, generator=g, dtype=torch.float64)
-        for name, shape in (
-            ("norm.weight", (3,)),
-            ("norm.bias", (3,)),
-            ("weight", (2, 3)),
-            ("bias", (2,)),
-        )
-    }
+    shapes = {"norm.weight": (3,), "norm.bias": (3,), "weight": (2, 3), "bias": (2,)}
+    phi = {k: torch.randn(*x, generator=g, dtype=torch.float64) for k, x in shapes.items()}
     direction = torch.randn(5, 2, generator=g, dtype=torch.float64)
     ours = head.logits(x, phi | head.moments(x, None))
     normal = F.batch_norm(

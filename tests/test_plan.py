@@ -19,21 +19,9 @@ from toy import (
 
 from config import BACKBONES, Arch, FinetuneConfig
 from extras.plan import count_done, describe_sizes
-from support.results import TrialResult
 from support.trials import count_trials
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-
-def test_the_rates_that_are_there_are_among_those_that_are_unlike_the_paper(
-    pretrained: Path,
-) -> None:
-    """A dry run of one rate into a directory that has another goes on with both."""
-    line = finetune_line(pretrained, "--epochs 1 --out f")
-    done(line)
-    plan = json.loads(done(f"{line} --lr 0.005 --dry-run --json"))
-    assert "2 rates" in plan["length"]
-    assert plan["unlike the paper"]["lr"][0] == [0.005, 0.01]
 
 
 def test_trials_are_each_rate_with_the_first_seeds_and_the_best_with_all() -> None:
@@ -55,6 +43,9 @@ def test_the_network_is_built_without_its_numbers() -> None:
 def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Path) -> None:
     plan = json.loads(done(align_line(pretrained, "--dry-run --json")))
     assert {"lower step", "upper step", "validation", "about"} <= plan.keys()
+    assert (plan["train"], plan["val"], plan["test"]) == (80, 24, 48)
+    assert plan["unlike the paper"]["lower_steps"] == [2, 20]
+    assert not {"partition", "dataset", "weights"} & plan["unlike the paper"].keys()
     plan = json.loads(done(finetune_line(pretrained, "--dry-run --json")))
     assert {"training step", "validation", "about"} <= plan.keys()
     said = done(finetune_line(pretrained, "--dry-run"))
@@ -65,7 +56,6 @@ def test_a_dry_run_takes_a_step_of_each_level_and_writes_nothing(pretrained: Pat
 def test_a_dry_run_refuses_the_directory_of_another_run(runs: Path, weights: Path) -> None:
     line = align_line(weights.parent, f"--warmup 0 --out {runs}/aligned --rank 4 --dry-run")
     assert "is another run: rank 8 -> 4" in refusal(line)
-    done(align_line(weights.parent, f"--warmup 0 --out {runs}/aligned --dry-run"))
     model = MAE_RUN.format(weights=weights)
     other = f"finetune {model} {PEFT_STEPS} --seeds 2 --out {runs}/with --dry-run"
     assert "is another run" in refusal(other)
@@ -88,6 +78,7 @@ def test_what_is_there_is_told_and_not_counted_again(runs: Path, weights: Path) 
     line = finetune_line(weights.parent, f"--lr 1e-3 --out {runs}/without --dry-run --json")
     plan = json.loads(done(line))  # with all that is there: two rates and two seeds
     assert "2 rates, 2 seeds" in plan["length"] and "3 of 3 done" in plan["out"]
+    assert plan["unlike the paper"]["lr"][0] == [0.001, 0.01]
     assert "3 of 5 done" in json.loads(done(f"{line} --seeds 4"))["out"]
 
 
@@ -103,19 +94,12 @@ def make_pool() -> None:
 
 def test_trials_of_other_rates_and_seeds_are_not_counted_as_done(tmp_path: Path) -> None:
     """Of four finished trials one is the plan's; a copy has another name."""
+    ended = {"val": None, "start_sha256": None, "start_cpu_seconds": 0}
+    ended |= {"cpu_seconds": 1, "seconds": 1}
     for rate, seed in ((0.01, 3), (0.01, 0), (0.1, 3)):
         place = tmp_path / f"lr{rate}-s{seed}"
         place.mkdir()
-        result = TrialResult(
-            lr=rate,
-            seed=seed,
-            val=None,
-            start_sha256=None,
-            start_cpu_seconds=0,
-            cpu_seconds=1,
-            seconds=1,
-        )
-        (place / "result.json").write_text(result.model_dump_json())
+        (place / "result.json").write_text(json.dumps({"lr": rate, "seed": seed} | ended))
     shutil.copytree(tmp_path / "lr0.01-s3", tmp_path / "lr0.01-s3 (copy)")
     cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", lr=(0.01,), seeds=2, seed=3)
     assert count_done(cfg, tmp_path) == 1
