@@ -224,11 +224,16 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     for name, changes in (("other", {"dataset": "dtd"}), ("split", {"data_seed": 3})):
         with pytest.raises(UsageError, match="not comparable"):
             evaluate([first, finished(tmp_path / name, [70.0], **changes)])  # type: ignore[arg-type]
-    unlike = finished(tmp_path / "unlike", [70.0], amp=False, device="cuda", weights_sha256="c")
+    changes = {"amp": False, "other_data": True, "weights_sha256": "c"}
+    unlike = finished(tmp_path / "unlike", [70.0], device="cuda", **changes)
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac")
     restart = finished(tmp_path / "restart", [70.0], origin={"stage": "finetune"})
     found = evaluate([first, unlike, aligned, restart]).arms
-    assert by_setting(found[1]) == {"amp": ("False", "True"), "weights_sha256": ("c", "b")}
+    assert by_setting(found[1]) == {
+        "amp": ("False", "True"),
+        "other_data": ("True", "False"),
+        "weights_sha256": ("c", "b"),
+    }
     assert by_setting(found[2])["start"] == ("align, finetune", "finetune")
     assert by_setting(found[3]) == {"start": ("finetune, finetune", "finetune")}
 

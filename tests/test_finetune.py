@@ -271,6 +271,8 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     for seed, name in enumerate(("s2", "s10")):
         start = load_file(aligned / name / "adapter.safetensors")["theta"]
         assert torch.equal(tensors(tmp_path / "each", seed)["theta"], start)
+        trial = json.loads((tmp_path / f"each/lr1e-20-s{seed}/config.json").read_text())
+        assert trial["start"] == str(aligned / name / "adapter.safetensors")
         costs.append(json.loads((aligned / name / "result.json").read_text())["cpu_seconds"])
     assert read_arm(tmp_path / "each").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
     assert each.start_cpu_seconds == pytest.approx(sum(costs))
@@ -291,7 +293,7 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
 
 
 def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
-    """Copied, of other settings than the first one's, of another rank, of an unfinished run."""
+    """Copied, of other settings than the first one, of another rank, of other weights, missing."""
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
     shutil.copytree(aligned / "s2", tmp_path / "a/s1")
     tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
@@ -307,6 +309,8 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     shutil.rmtree(runs / "s11")
     with pytest.raises(UsageError, match=r"--rank .* is 4, here 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
+    with pytest.raises(UsageError, match=r"s10/.* other --weights"):
+        tune(weights.parent / "ijepa", tmp_path / "out", start=runs, seeds=2, pretext="ijepa")
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match=r"s2: has no .*/s2/adapter.safetensors"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
