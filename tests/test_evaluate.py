@@ -300,7 +300,6 @@ def test_seeds_with_one_pretext_task_in_files_at_two_places_are_an_arm(tmp_path:
 def test_what_is_no_finished_run_of_finetune_is_named_for_what_it_is(
     tmp_path: Path, runs: Path
 ) -> None:
-    """In one line without an address on the web."""
     (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
     (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
     foreign = finished(tmp_path / "foreign", [70.0]) / "result.json"
@@ -315,8 +314,7 @@ def test_what_is_no_finished_run_of_finetune_is_named_for_what_it_is(
         f"{tmp_path}/format": "/config.json: made by bisslight 1",
     }
     for run, what in told.items():
-        said = refusal(f"evaluate {run}")
-        assert run + what in said and "http" not in said
+        assert run + what in refusal(f"evaluate {run}")
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)])
