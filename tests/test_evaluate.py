@@ -128,33 +128,25 @@ def test_a_directory_of_runs_is_one_arm(tmp_path: Path) -> None:
     assert (arm.first_minus_this, arm.differs, other.differs) == (None, [], [])
     compared = json.loads(other.model_dump_json())["first_minus_this"]
     assert compared == {"difference": 10.5, "p": by_hand([700, 720], [600, 610]), "splits": 6}
+    row = other.as_row()
+    assert (row["difference"], row["p"], row["CPU seconds"]) == ("+10.5", "0.33", "16")
 
 
 def test_a_run_in_two_arms_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given twice, by another way to write it, by a link, or with the folder that it lies in."""
+    """Given twice, by another way to write it, by a link, with the folder that it lies in, or as a
+    copy that has grown since.
+    """
     run = finished(tmp_path / "arm/a", [70.0, 72.0])
-    other = finished(tmp_path / "other", [60.0])
+    other = finished(tmp_path / "other", [60.0], seed=99)
     (tmp_path / "link").symlink_to(run)
+    grown = Path(shutil.copytree(run, tmp_path / "grown"))
+    result, more = (json.loads((place / "result.json").read_text()) for place in (run, other))
+    both = {name: result[name] + more[name] for name in ("tests", "trials")}
+    (grown / "result.json").write_text(json.dumps(result | both))
     monkeypatch.chdir(run)
-    for again in (run, Path(), tmp_path / "link", tmp_path / "arm"):
-        with pytest.raises(UsageError, match=rf"^{again}: \S* is in two arms, also as"):
-            evaluate([run, other, again])
-
-
-def test_a_copy_of_a_run_in_another_arm_is_refused(tmp_path: Path) -> None:
-    """Also one that has grown since: a trial of it is still that of the first run."""
-    run = finished(tmp_path / "a", [70.0, 72.0])
-    grown = Path(shutil.copytree(run, tmp_path / "b"))
-    result = json.loads((grown / "result.json").read_text())
-    new = json.loads((finished(tmp_path / "new", [60.0], seed=99) / "result.json").read_text())
-    for name in ("tests", "trials"):
-        result[name] += new[name]
-    said = rf"^{grown}: {grown}/lr\S+ is in two arms, also as {run}/lr\S+; give each run once$"
-    with pytest.raises(UsageError, match=said):
-        evaluate([run, grown])
-    (grown / "result.json").write_text(json.dumps(result))
-    with pytest.raises(UsageError, match=said):
-        evaluate([run, grown])
+    for again in (run, Path(), tmp_path / "link", tmp_path / "arm", grown):
+        with pytest.raises(UsageError, match=rf"^{again}: \S* is in two arms, also as {run}/lr"):
+            evaluate([run, again])
 
 
 def test_arms_have_names_that_tell_them_apart(
@@ -200,36 +192,31 @@ def test_a_restart_says_which_runs_before_it_are_done_anew(
     assert (arm.unit, arm.one_align) == (f"{unit}, {last}", unit.startswith("1 x align"))
 
 
-def test_runs_that_are_no_arm_are_refused(tmp_path: Path) -> None:
-    second: dict[str, Any] = {"mixed": {"rank": 4}, "both": {"by": "mfac"}, "twice": {"seed": 6}}
-    second["changed"] = {"data_sha256": "other"}  # one name, but other images
-    for arm, changes in second.items():
-        finished(tmp_path / arm / "a", [70.0, 71.0], seed=5)  # 5, 6
-        finished(tmp_path / arm / "b", [70.0], **{"seed": 7} | changes)
-    for align_run in ("0", "1"):  # two of them are not four
-        again: Any = {"by": "mfac", "start": align_run, "seed": 5}
-        finished(tmp_path / "again" / align_run, [70.0, 71.0], **again)
-    for k in "01":  # made twice, such as with and without micro-batches
-        again = {"by": "mfac", "start": k, "start_seeds": (3,), "seed": 5}
-        finished(tmp_path / "remade" / k, [70.0], **again)
-        again = {"origin": {"stage": "finetune"}, "start": k, "start_seeds": (0, 3), "seed": 5}
-        finished(tmp_path / "retuned" / k, [70.0], **again)
-    (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
-    (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
-    (finished(tmp_path / "foreign", [70.0]) / "result.json").write_text('{"accuracy": 3}')
-    named = {"mixed": r"--rank \(Rank of LoRA .*\) is 4 and 64", "both": "align, finetune and fine"}
-    named |= {"twice": "a seed is there twice", "changed": "content of --dataset is other and"}
-    named |= {
-        "again": "there are 2 starts for 4 seeds, neither",
-        "remade": "two starts have the same seed, 3",
-    }
-    named |= {"retuned": "two starts have the same seed, 0, 3"}
-    messages = {name: f"its runs are no seeds of one arm: .*{x}" for name, x in named.items()}
-    messages |= dict.fromkeys(("torn", "foreign"), ".*give a finished finetune run")
-    messages["running"] = "is no finished run; its own command goes on with it; give a finished"
-    for name, message in messages.items():
-        with pytest.raises(UsageError, match=rf"{name}(/\w+\.json)?: {message}"):
-            read_arm(tmp_path / name)
+OF_ALIGN: dict[str, Any] = {"by": "mfac", "start": "0"}
+OF_TUNED: dict[str, Any] = {"origin": {"stage": "finetune"}, "start": "0"}
+
+
+@pytest.mark.parametrize(
+    ("both", "second", "reason"),
+    [
+        ({}, {"rank": 4}, r"--rank \(Rank of LoRA .*\) is 4 and 64"),
+        ({}, {"by": "mfac"}, "align, finetune and finetune"),
+        ({}, {"data_sha256": "other"}, "content of --dataset is other and"),
+        ({}, {"seed": 6}, "a seed is there twice"),
+        (OF_ALIGN, {"start": "1"}, "there are 2 starts for 3 seeds"),
+        # made twice, such as with and without micro-batches
+        (OF_ALIGN | {"start_seeds": (3,)}, {"start": "1"}, "the same seed, 3"),
+        (OF_TUNED | {"start_seeds": (0, 3)}, {"start": "1"}, "the same seed, 0, 3"),
+        (OF_ALIGN | {"pretext": "a.py:A"}, {"pretext": "a.py:B"}, r"--pretext \(.*\) is B and A"),
+    ],
+)
+def test_runs_that_are_no_arm_are_refused(
+    both: dict[str, Any], second: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    finished(tmp_path / "arm/a", [70.0, 71.0], **{"seed": 5} | both)  # 5, 6
+    finished(tmp_path / "arm/b", [70.0], **{"seed": 7} | both | second)
+    with pytest.raises(UsageError, match=f"arm: .*{reason}.*; give them apart"):
+        read_arm(tmp_path / "arm")
 
 
 def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path: Path) -> None:
@@ -237,39 +224,51 @@ def test_arms_with_another_test_are_refused_and_other_settings_are_told(tmp_path
     for name, changes in (("other", {"dataset": "dtd"}), ("split", {"data_seed": 3})):
         with pytest.raises(UsageError, match="not comparable"):
             evaluate([first, finished(tmp_path / name, [70.0], **changes)])  # type: ignore[arg-type]
-    unlike = finished(tmp_path / "unlike", [70.0], amp=False, device="cuda", weights_sha256="c")
+    changes = {"amp": False, "other_data": True, "weights_sha256": "c"}
+    unlike = finished(tmp_path / "unlike", [70.0], device="cuda", **changes)
     aligned = finished(tmp_path / "aligned", [70.0], by="mfac")
     restart = finished(tmp_path / "restart", [70.0], origin={"stage": "finetune"})
     found = evaluate([first, unlike, aligned, restart]).arms
-    assert by_setting(found[1]) == {"amp": ("False", "True"), "weights_sha256": ("c", "b")}
+    assert by_setting(found[1]) == {
+        "amp": ("False", "True"),
+        "other_data": ("True", "False"),
+        "weights_sha256": ("c", "b"),
+    }
     assert by_setting(found[2])["start"] == ("align, finetune", "finetune")
     assert by_setting(found[3]) == {"start": ("finetune, finetune", "finetune")}
 
 
-def test_what_aligned_arms_differ_in_is_told_by_flag_and_help(tmp_path: Path) -> None:
-    """The images aligned on, settings, versions; not where images lie."""
-    on: Any = {"d_lr": 1e-3, "data_sha256": "d", "pool_sha256": "p"}
-    one = finished(tmp_path / "one", [70.0], by="mfac", aligned=on)
+ALIGNED_ON = {"d_lr": "0.001", "hypergrad": "mfac", "data_sha256": "d", "pool_sha256": "p"}
+ALIGNED_ON |= {"pretext": "Rotation", "pretext_sha256": "t", "versions": "bisslight 1"}
 
-    def differs(name: str, **aligned: Any) -> tuple[Any, str]:
-        arm = finished(tmp_path / name, [70.0], by="mfac", aligned=on | aligned)
-        found = evaluate([one, arm])
-        return by_setting(found.arms[1]), str(found).splitlines()[-1]
 
-    for name, values, flag in (
-        ("d_lr", (0.1, 0.001), "--d-lr"),
-        ("hypergrad", ("cg", "mfac"), "--hypergrad"),
-        ("data_sha256", ("q", "d"), "--dataset"),
-        ("pool_sha256", ("q", "p"), "--pool"),
-        ("versions", ("bisslight 2", "bisslight 1"), "versions"),
-    ):
-        own, first = map(str, values)
-        told, line = differs(name, **{name: values[0]})
-        assert told == {f"start.{name}": (own, first)}
-        assert flag in line and line.endswith(f": {own}; one: {first}")
-    assert differs("moved", pool="folder:/scratch", data_seed=4)[0] == {}
-    new = finished(tmp_path / "new", [70.0], by="mfac", aligned=on, versions="bisslight 2")
-    assert by_setting(evaluate([one, new]).arms[1]) == {"versions": ("bisslight 2", "bisslight 1")}
+@pytest.mark.parametrize(
+    ("name", "own", "flag"),
+    [
+        ("d_lr", "0.1", "--d-lr"),
+        ("hypergrad", "cg", "--hypergrad"),
+        ("data_sha256", "q", "--dataset"),
+        ("pool_sha256", "q", "--pool"),
+        ("pretext", "mae", "--pretext"),
+        ("pretext_sha256", "q", "--pretext"),
+        ("versions", "bisslight 2", "versions"),
+    ],
+)
+def test_what_aligned_arms_differ_in_is_told(
+    name: str, own: str, flag: str, tmp_path: Path
+) -> None:
+    one = finished(tmp_path / "one", [70.0], by="mfac", aligned=ALIGNED_ON)
+    arm = finished(tmp_path / "arm", [70.0], by="mfac", aligned=ALIGNED_ON | {name: own})
+    found = evaluate([one, arm])
+    assert by_setting(found.arms[1]) == {f"start.{name}": (own, ALIGNED_ON[name])}
+    assert flag in str(found).splitlines()[-1]
+
+
+def test_where_images_lie_is_not_told_and_the_version_of_fine_tuning_is(tmp_path: Path) -> None:
+    moved = ALIGNED_ON | {"pool": "folder:/scratch", "data_seed": "4"}
+    one = finished(tmp_path / "one", [70.0], by="mfac", aligned=ALIGNED_ON)
+    two = finished(tmp_path / "two", [70.0], by="mfac", aligned=moved, versions="bisslight 2")
+    assert by_setting(evaluate([one, two]).arms[1]) == {"versions": ("bisslight 2", "bisslight 1")}
 
 
 def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one(
@@ -290,68 +289,32 @@ def test_restarts_of_aligned_runs_are_told_apart_after_a_restart_of_a_direct_one
     assert by_setting(found[3], "start_differs") == {"start.start.lam": ("5.0", "1.0")}
 
 
-def test_arms_whose_pretext_tasks_differ_in_name_or_content_are_told_apart(tmp_path: Path) -> None:
-    """A file of a task that was edited between two align runs has another digest."""
-    on: Any = {"pretext": "Rotation", "pretext_sha256": "1" * 64}
-    one = finished(tmp_path / "one", [70.0], by="mfac", aligned=on)
-    again = finished(tmp_path / "again", [70.0], by="mfac", aligned=on)
-    edited = finished(
-        tmp_path / "edited", [70.0], by="mfac", aligned=on | {"pretext_sha256": "2" * 64}
-    )
-    mae = finished(tmp_path / "mae", [70.0], by="mfac")
-    found = evaluate([one, again, edited, mae]).arms
-    assert by_setting(found[1]) == {}
-    assert by_setting(found[2]) == {"start.pretext_sha256": ("2" * 8, "1" * 8)}
-    assert by_setting(found[3])["start.pretext"] == ("mae", "Rotation")
-
-
 def test_seeds_with_one_pretext_task_in_files_at_two_places_are_an_arm(tmp_path: Path) -> None:
-    """As after a move of the file; another class is another arm."""
-    on: Any = {"pretext_sha256": "1" * 64}
-    for k, name in enumerate(("tasks/mine.py:Mine", "/moved/mine.py:Mine", "tasks/mine.py:Other")):
-        run: Any = {"by": "mfac", "start": str(k), "seed": k, "aligned": on, "pretext": name}
+    """As after a move of the file."""
+    for k, name in enumerate(("tasks/mine.py:Mine", "/moved/mine.py:Mine")):
+        run: Any = {"by": "mfac", "start": str(k), "seed": k, "pretext": name}
         finished(tmp_path / "arm" / str(k), [70.0 + k], **run)
-    with pytest.raises(UsageError, match=r"--pretext \(.*\) is Other and Mine; .*give them"):
-        read_arm(tmp_path / "arm")
-    shutil.rmtree(tmp_path / "arm/2")
     assert read_arm(tmp_path / "arm").accuracies == [70.0, 71.0]
 
 
-def test_what_is_no_finetune_run_is_named_for_what_it_is(tmp_path: Path, runs: Path) -> None:
-    assert f"{runs}/aligned: is a run of align" in refusal(f"evaluate {runs}/aligned")
-    assert f"{tmp_path}/nothing: is not here" in refusal(f"evaluate {tmp_path}/nothing")
-
-
-def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    """Each is told in one line, with the run's name and no address on the web."""
-    changes: dict[str, Any] = {
-        "none": {"tests": []},
-        "above": {"tests": [{"accuracy": 101, "loss": 1.0, "right": 1010}]},
-        "nan": {"tests": [{"accuracy": math.nan, "loss": 1.0, "right": 700}]},
+def test_what_is_no_finished_run_of_finetune_is_named_for_what_it_is(
+    tmp_path: Path, runs: Path
+) -> None:
+    (finished(tmp_path / "running", [70.0]) / "result.json").unlink()
+    (finished(tmp_path / "torn", [70.0]) / "config.json").write_text("{")
+    foreign = finished(tmp_path / "foreign", [70.0]) / "result.json"
+    foreign.write_text(foreign.read_text().replace("top-1 accuracy", "F1"))
+    finished(tmp_path / "format", [70.0], format=6)
+    told = {
+        f"{runs}/aligned": ": is a run of align",
+        f"{tmp_path}/nothing": ": is not here",
+        f"{tmp_path}/running": ": is no finished run",
+        f"{tmp_path}/torn": "/config.json: cannot be read",
+        f"{tmp_path}/foreign": "/result.json: cannot be read",
+        f"{tmp_path}/format": "/config.json: made by bisslight 1",
     }
-    for name, change in changes.items():
-        run = finished(tmp_path / name, [70.0])
-        content = json.loads((run / "result.json").read_text())
-        (run / "result.json").write_text(json.dumps(content | change))
-        said = refusal(f"evaluate {run}")
-        assert str(run) in said and "http" not in said
-    run = finished(tmp_path / "format", [70.0], format=6)
-    assert f"{run}/config.json: made by bisslight 1" in refusal(f"evaluate {run}")
-
-
-def test_the_table_of_three_arms_fits_a_terminal(tmp_path: Path) -> None:
-    """With the names of README it fits 80 columns, also where aligning took a day."""
-    tests = [77.1, 70.4, 81.3, 80.0, 73.2, 71.9, 79.5, 75.8]
-    before: Any = {"aligned": {"by": "mfac", "before": 86400.0}, "direct": {}}
-    before["restart"] = {"origin": {"stage": "finetune"}, "before": 157.0}
-    for name, changes in before.items():
-        finished(tmp_path / name, tests, **changes)
-    lines = str(evaluate([tmp_path / name for name in before])).splitlines()
-    assert [line.split()[0] for line in lines[3:6]] == [*before]
-    table_and_seeds = [line for line in lines if "(" not in line]  # what arms differ in is longer
-    assert max(map(len, table_and_seeds)) <= 80, lines
-    assert lines[3].endswith("  64 + 86400") and lines[4].endswith("  +0.0        1.0  64")
-    assert "direct: 8 x finetune (8 seeds); p: of 12,870 ways" in lines
+    for run, what in told.items():
+        assert run + what in refusal(f"evaluate {run}")
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (4, 4)])
@@ -376,11 +339,6 @@ def test_the_interval_by_images_is_wilsons(tmp_path: Path) -> None:
         assert abs(end - 50.0) / deviation == pytest.approx(1.96, abs=0.01)
 
 
-def test_a_mean_average_precision_has_no_interval_by_images(tmp_path: Path) -> None:
-    mean = finished(tmp_path / "map", [80.0], metric="11-point mAP")
-    assert evaluate([mean]).arms[0].interval() is None
-
-
 def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path: Path) -> None:
     test = [100 * 347 / 480, 100 * (336 / 480)]
     images = finished(tmp_path / "a", test, images=480)
@@ -393,5 +351,5 @@ def test_counts_are_whole_right_images_and_of_map_hundredths_of_a_point(tmp_path
     assert equal.first_minus_this == Comparison(difference=0.0, p=1.0, splits=6)
     voc = [finished(tmp_path / f"m{i}", [80.004, 80.0 + i], metric="11-point mAP") for i in (1, 2)]
     row = evaluate(voc).arms[1]
-    assert row.counts == [8000, 8200]
+    assert row.counts == [8000, 8200] and row.interval() is None
     assert row.first_minus_this is not None and row.first_minus_this.difference == -0.5

@@ -3,10 +3,8 @@
 import json
 import re
 import shutil
-import signal
 import textwrap
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,8 +31,7 @@ from finetune import best_epoch, choose_rate, finetune
 from support.adapters import check_settings, find_adapters, load_adapter, save_adapter
 from support.errors import RunError, UsageError
 from support.files import sha256
-from support.processes import HEARD, Stopped
-from support.results import AdapterInfo, FinetuneResult, Score, TrialResult
+from support.results import AdapterInfo, FinetuneResult, Score, TrialResult, read_result
 from support.runs import Track, untracked
 
 STILL = {"warmup_epochs": 0, "end_lr": 0, "weight_decay": 0}  # with a rate of 1e-20 nothing moves
@@ -64,16 +61,17 @@ def without_time(result: FinetuneResult) -> Record:
 # --- what OUT holds -------------------------------------------------------------------------------
 
 
-def test_a_finished_run_grows_and_keeps_its_trials_and_tests(weights: Path, tmp_path: Path) -> None:
+def test_a_run_grows_keeps_its_trials_and_tests_and_never_shrinks(
+    weights: Path, tmp_path: Path
+) -> None:
     """More seeds, and another rate: the result is that of a run of this size from the start."""
     tune(weights, tmp_path / "grown", lr=(1e-3, 1e-4), epochs=1)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("grown/lr*/*.json")}
     assert len(kept) == 5  # result and config of both, one test
-    more: Any = {"lr": (1e-3, 1e-2, 1e-4), "seeds": 2, "epochs": 1}
-    grown = tune(weights, tmp_path / "grown", **more)
+    grown = tune(weights, tmp_path / "grown", lr=(1e-2,), seeds=2, epochs=1)
     for path, written in kept.items():
         assert path.stat().st_mtime_ns == written
-    whole = tune(weights, tmp_path / "whole", **more)
+    whole = tune(weights, tmp_path / "whole", lr=(1e-3, 1e-2, 1e-4), seeds=2, epochs=1)
     assert without_time(grown) == without_time(whole)
     trials = [json.loads(file.read_text()) for file in tmp_path.glob("grown/lr*/result.json")]
     for name, seconds in (("seconds", grown.seconds), ("cpu_seconds", grown.cpu_seconds)):
@@ -82,6 +80,11 @@ def test_a_finished_run_grows_and_keeps_its_trials_and_tests(weights: Path, tmp_
         *(find_adapters(tmp_path / name) for name in ("grown", "whole")), strict=True
     ):
         assert one.read_bytes() == other.read_bytes()
+    before = contents(tmp_path)
+    assert tune(weights, tmp_path / "grown", lr=(1e-3,), seeds=1, epochs=1) == grown
+    assert contents(tmp_path) == before
+    (arm,) = evaluate([tmp_path / "grown"]).arms
+    assert (arm.chain[0]["lr"], len(arm.accuracies)) == ([1e-4, 1e-3, 1e-2], 2)
 
 
 def test_a_finished_run_is_only_read(
@@ -103,40 +106,6 @@ def test_a_finished_run_is_only_read(
     assert contents(out) == before
 
 
-def test_a_smaller_command_prints_the_whole_directory_and_replaces_nothing(
-    weights: Path, tmp_path: Path
-) -> None:
-    """Three seeds stay three; another rate is added and tried; the time of all trials counts."""
-    epoch: dict[str, Any] = {"epochs": 1}
-    first = tune(weights, tmp_path, lr=(1e-3,), seeds=3, **epoch)
-    before = contents(tmp_path)
-    assert tune(weights, tmp_path, lr=(1e-3,), seeds=1, **epoch) == first
-    assert contents(tmp_path) == before
-    grown = tune(weights, tmp_path, lr=(3e-2,), seeds=1, **epoch)
-    assert (grown.rates, len(grown.trials)) == ([1e-3, 3e-2], 3)
-    trials = [json.loads(file.read_text()) for file in tmp_path.glob("lr*/result.json")]
-    assert grown.cpu_seconds == pytest.approx(sum(trial["cpu_seconds"] for trial in trials))
-    whole = tune(weights, tmp_path / "whole", lr=(1e-3, 3e-2), seeds=3, **epoch)
-    assert without_time(grown) == without_time(whole)
-    (arm,) = evaluate([tmp_path]).arms
-    assert (arm.chain[0]["lr"], len(arm.accuracies)) == ([1e-3, 3e-2], 3)
-
-
-def test_before_there_is_a_result_a_smaller_command_is_of_its_own_rates_alone(
-    weights: Path, tmp_path: Path
-) -> None:
-    """As after a kill just before result.json: of the other rate's trial, only its time counts."""
-    settings: dict[str, Any] = {"epochs": 1}
-    whole = tune(weights, tmp_path / "out", lr=(1e-3, 3e-2), **settings)
-    (tmp_path / "out/result.json").unlink()
-    smaller = tune(weights, tmp_path / "out", lr=(1e-3,), **settings)
-    alone = tune(weights, tmp_path / "alone", lr=(1e-3,), **settings)
-    assert without_time(smaller) == without_time(alone)
-    assert smaller.cpu_seconds == pytest.approx(whole.cpu_seconds)
-    again = tune(weights, tmp_path / "out", lr=(1e-3, 3e-2), **settings)
-    assert without_time(again) == without_time(whole)
-
-
 def test_another_commands_rates_that_came_meanwhile_are_not_replaced(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,9 +123,7 @@ def test_another_commands_rates_that_came_meanwhile_are_not_replaced(
     monkeypatch.setattr(program, "search", search_and_be_overtaken)
     result = tune(weights, tmp_path / "out", lr=(3e-2,), seeds=1)
     assert (result.rates, len(result.trials)) == ([1e-3, 3e-2], 2)
-    assert FinetuneResult(**json.loads((tmp_path / "out/result.json").read_text()), out="") == (
-        result.model_copy(update={"out": ""})
-    )
+    assert read_result(tmp_path / "out") == result
 
 
 def test_adapters_lie_where_they_were_trained(weights: Path, tmp_path: Path) -> None:
@@ -166,8 +133,6 @@ def test_adapters_lie_where_they_were_trained(weights: Path, tmp_path: Path) -> 
     expected = [tmp_path / f"lr{lr}-s{seed}/adapter.safetensors" for seed in (0, 1)]
     assert find_adapters(tmp_path) == expected
     assert find_adapters(expected[1]) == [expected[1]]
-    with pytest.raises(UsageError, match=r"result\.json: cannot be read .*; give an adapter of"):
-        load_adapter(find_adapters(tmp_path / "result.json")[0])
     expected[1].unlink()
     with pytest.raises(UsageError, match=r"s1/adapter\.safetensors"):
         find_adapters(tmp_path)
@@ -188,15 +153,12 @@ def test_the_guides_lines_make_a_confusion_matrix_and_find_what_was_wrong(
     names: dict[str, Any] = {}
     exec(textwrap.dedent(code).replace("OUT/", f"{tmp_path}/f/"), names)
     confusion, test = names["confusion"], names["test"]
-    wrong = [
-        f"{file} taken for {'xyz'[guess]}"
-        for file, guess in zip(test["files"], test["guesses"], strict=True)
-        if Path(file).parent.name != "xyz"[guess]
-    ]
+    pairs = zip(test["files"], test["guesses"], strict=True)
+    wrong = [file for file, guess in pairs if Path(file).parent.name != "xyz"[guess]]
     assert confusion.sum() == 9 and [*confusion.sum(1)] == [3, 3, 3]
     assert np.trace(confusion) == result.tests[0].right == 9 - len(wrong)
     printed = capsys.readouterr().out
-    assert printed == "\n".join(["['x', 'y', 'z']", str(confusion), *wrong, ""]) and wrong
+    assert wrong == [file for file in test["files"] if file in printed] != []
     of_classes = [result.by_class[name][0] for name in "xyz"]
     assert of_classes == pytest.approx([100 * confusion[k, k] / 3 for k in range(3)])
 
@@ -210,37 +172,15 @@ def test_a_config_that_is_damaged_is_named_with_a_remedy(
     trial = next(file for file in run.glob("lr*") if (file / "test.json").exists())
     for place in (run, trial):
         (place / "config.json").write_text(content)
-    new = f"finetune {PEFT_STEPS} --backbone vit_mini --dataset quilts --weights {weights}"
     lines = {
         f"finetune --from {run} --seed 5 {PEFT_STEPS} --out {tmp_path}/f": run,
         f"evaluate {run}": run,
         f"export {trial}": trial,
-        f"{new} --out {run}": run,
+        finetune_line(weights.parent, f"--out {run}"): run,
     }
     for line, place in lines.items():
         said = refusal(line)
         assert str(place) in said and "config.json" in said
-
-
-def test_a_stop_while_a_run_grows_leaves_the_old_result(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also as seeds are tested: a signal is heard after each."""
-    tune(weights, tmp_path, lr=(1e-2,), seeds=1)
-    before = (tmp_path / "result.json").read_bytes()
-    scored: list[Path] = []
-
-    def write_and_hear(path: Path, content: str) -> None:
-        scored.append(path)
-        path.write_text(content)
-        HEARD.append(signal.SIGTERM)
-
-    monkeypatch.setattr(program, "write_atomic", write_and_hear)
-    with pytest.raises(Stopped):
-        tune(weights, tmp_path, lr=(1e-2,), seeds=3)
-    assert [path.name for path in scored] == ["test.json"]
-    assert (tmp_path / "result.json").read_bytes() == before
-    assert evaluate([tmp_path]).arms[0].accuracies
 
 
 def test_nothing_foreign_in_out_breaks_a_run(weights: Path, tmp_path: Path) -> None:
@@ -266,78 +206,40 @@ def test_a_rate_that_diverges_is_recorded_and_not_chosen(weights: Path, tmp_path
     with pytest.raises(RunError, match=r"rate 1e\+30, .*--lr"):
         tune(weights, tmp_path / "one", lr=(1e30,), epochs=1, seeds=3, optimizer="sgd")
     assert len([*tmp_path.glob("one/lr*")]) == 1  # the second seed was not begun
+    with pytest.raises(RunError, match="--lr"):
+        choose_rate([ended(1e-2, 99, 0.1), ended(1e-2, None, 1.0)])
 
 
-def test_the_order_of_rates_decides_nothing(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of equally good rates the lowest is taken, and the other order rewrites no file."""
-    monkeypatch.setattr(program, "quality", lambda scores: (50.0, -1.0))
-    first = tune(weights, tmp_path / "a", lr=(1e-2, 1e-3), epochs=1)
-    before = contents(tmp_path / "a")
-    assert (first.lr, first.rates) == (1e-3, [1e-3, 1e-2])
-    assert tune(weights, tmp_path / "a", lr=(1e-3, 1e-2), epochs=1) == first
-    assert contents(tmp_path / "a") == before
-    tried = [ended(3e-3, 0, 66, 0.9), ended(1e-2, 0, 66, 0.9)]
-    assert choose_rate(tried) == choose_rate(tried[::-1]) == 3e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["align", "finetune", "pretrain"])
-def test_autocast_of_the_caller_changes_no_number_of_a_command(
-    command: str, weights: Path, tmp_path: Path
-) -> None:
-    """As in a notebook that computes in bfloat16: adapters, weights and scores have equal bits."""
-    steps = {
-        "align": align_line(weights.parent, "--rank 4 --alternations 1"),
-        "finetune": finetune_line(weights.parent, "--rank 4 --epochs 1"),
-        "pretrain": "pretrain --backbone vit_mini --pool quilts --epochs 1 --warmup-epochs 0 "
-        "--batch 320 --quiet",
-    }
-    done(f"{steps[command]} --out {tmp_path}/plain")
-    with torch.autocast("cpu", torch.bfloat16):
-        done(f"{steps[command]} --out {tmp_path}/within")
-    plain, within = (
-        {file.relative_to(place): content for file, content in contents(place).items()}
-        for place in (tmp_path / "plain", tmp_path / "within")
-    )
-    names = [name for name in plain if name.suffix in (".safetensors", ".pth")]
-    names += [name for name in plain if name.name == "test.json"]
-    assert names and all(plain[name] == within[name] for name in names)
-    for file in [name for name in plain if name.name == "metrics.jsonl"]:
-        assert plain[file] == within[file]
-
-
-def ended(lr: float, seed: int, accuracy: float | None, loss: float = 1.0) -> TrialResult:
+def ended(lr: float, accuracy: float | None, loss: float) -> TrialResult:
+    """A trial with this score; None: it diverged."""
     val = None if accuracy is None else Score(accuracy=accuracy, loss=loss)
     return TrialResult(
-        lr=lr, seed=seed, val=val, start_sha256=None, start_cpu_seconds=0, cpu_seconds=0, seconds=0
+        lr=lr, seed=0, val=val, start_sha256=None, start_cpu_seconds=0, cpu_seconds=0, seconds=0
     )
 
 
-def test_the_loss_decides_where_rates_have_equally_many_right_images() -> None:
-    """Of 18 images; the mean of the first ones is larger by rounding alone."""
-    first = [ended(1e-3, seed, 100 * right / 18, 1.12) for seed, right in enumerate((0, 0, 3))]
-    second = [ended(3e-3, seed, 100 * right / 18, 1.11) for seed, right in enumerate((0, 1, 2))]
-    means = [fmean(trial.val.accuracy for trial in of if trial.val) for of in (first, second)]
-    assert means[0] > means[1]
-    assert choose_rate([*first, *second]) == 3e-3
-    worse = [ended(3e-3, seed, 100 * right / 18, 1.13) for seed, right in enumerate((0, 1, 2))]
-    assert choose_rate([*first, *worse]) == 1e-3
+A = [(1e-3, 70, 0.5), (1e-3, 60, 0.5)]
+B = [(3e-3, 66, 0.9), (3e-3, 66, 0.9)]
+DIVERGED = [(1e-2, 99, 0.1), (1e-2, None, 1.0)]
+# Of 18 images, three: the mean of the first ones is larger by rounding alone.
+THREE = [(1e-3, 100 * right / 18, 1.12) for right in (0, 0, 3)]
 
 
-def test_the_rate_with_the_best_mean_accuracy_is_taken() -> None:
-    """Not that of the best loss, nor of the best seed, nor one that diverged."""
-    tried = [
-        ended(1e-3, 0, 70, 0.5), ended(1e-3, 1, 60, 0.5),
-        ended(3e-3, 0, 66, 0.9), ended(3e-3, 1, 66, 0.9),
-        ended(1e-2, 0, 99, 0.1), ended(1e-2, 1, None),
-    ]  # fmt: skip
-    assert choose_rate(tried) == 3e-3
-    assert choose_rate([ended(1e-3, 0, 66, 0.9), *tried[2:4]]) == 1e-3  # the first of equal ones
-    assert choose_rate([*tried[:4], ended(1e-3, 2, 99)]) == 1e-3
-    with pytest.raises(RunError, match="--lr"):
-        choose_rate(tried[4:])
+@pytest.mark.parametrize(
+    ("tried", "rate"),
+    [
+        ([*A, *B, *DIVERGED], 3e-3),  # not that of the best loss, nor of the best trial
+        ([*A, *B, (1e-3, 99, 1.0)], 1e-3),
+        ([(1e-3, 66, 0.9), *B], 1e-3),  # of equally good ones the lowest, in any order
+        ([*B, (1e-3, 66, 0.9)], 1e-3),
+        ([*THREE, *((3e-3, 100 * right / 18, 1.11) for right in (0, 1, 2))], 3e-3),
+        ([*THREE, *((3e-3, 100 * right / 18, 1.13) for right in (0, 1, 2))], 1e-3),
+    ],
+)
+def test_the_rate_with_the_best_mean_accuracy_is_taken_then_that_with_the_lowest_loss(
+    tried: list[tuple[float, float | None, float]], rate: float
+) -> None:
+    assert choose_rate([ended(*trial) for trial in tried]) == rate
 
 
 def test_the_best_epoch_has_the_highest_accuracy_then_the_lowest_loss_then_comes_first() -> None:
@@ -369,6 +271,8 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
     for seed, name in enumerate(("s2", "s10")):
         start = load_file(aligned / name / "adapter.safetensors")["theta"]
         assert torch.equal(tensors(tmp_path / "each", seed)["theta"], start)
+        trial = json.loads((tmp_path / f"each/lr1e-20-s{seed}/config.json").read_text())
+        assert trial["start"] == str(aligned / name / "adapter.safetensors")
         costs.append(json.loads((aligned / name / "result.json").read_text())["cpu_seconds"])
     assert read_arm(tmp_path / "each").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
     assert each.start_cpu_seconds == pytest.approx(sum(costs))
@@ -389,7 +293,7 @@ def test_seeds_start_each_from_an_align_run_of_its_own_or_all_from_one(
 
 
 def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_path: Path) -> None:
-    """Copied, of other settings than the first one's, of another rank, of an unfinished run."""
+    """Copied, of other settings than the first one, of another rank, of other weights, missing."""
     shutil.copytree(aligned / "s2", tmp_path / "a/s0")
     shutil.copytree(aligned / "s2", tmp_path / "a/s1")
     tune(weights, tmp_path / "two", start=tmp_path / "a", seeds=2, lr=(1e-2,))
@@ -405,6 +309,8 @@ def test_adapters_that_do_not_fit_are_refused(weights: Path, aligned: Path, tmp_
     shutil.rmtree(runs / "s11")
     with pytest.raises(UsageError, match=r"--rank .* is 4, here 8"):
         tune(weights, tmp_path / "out", start=runs, seeds=2, rank=8)
+    with pytest.raises(UsageError, match=r"s10/.* other --weights"):
+        tune(weights.parent / "ijepa", tmp_path / "out", start=runs, seeds=2, pretext="ijepa")
     (runs / "s2" / "adapter.safetensors").unlink()
     with pytest.raises(UsageError, match=r"s2: has no .*/s2/adapter.safetensors"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
@@ -423,40 +329,26 @@ def test_an_adapter_of_ijepas_other_encoder_is_refused() -> None:
         check_settings("a", info, cfg.replace(base="encoder"))
 
 
-def test_aligned_seeds_never_take_over_a_direct_arms_directory(
+def test_each_seed_in_a_directory_keeps_its_start(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
-    """Nor the other way, nor those of another align run; more seeds of the first one go on."""
-    out = tmp_path / "direct"
-    tune(weights, out, lr=(1e-2,), seeds=2)
-    before = contents(out)
-    for start in (aligned / "s2", aligned / "s2/adapter.safetensors", aligned):
-        with pytest.raises(UsageError, match="is another run: content of --from is another"):
-            tune(weights, out, lr=(1e-2,), seeds=2, start=start)
-    assert contents(out) == before
-    tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned / "s2")
-    for start in (None, aligned / "s10"):
-        with pytest.raises(UsageError, match="is another run"):
-            tune(weights, tmp_path / "aligned", lr=(1e-2,), start=start)
-    tune(weights, tmp_path / "aligned", lr=(1e-2,), start=aligned, seeds=2)
-    assert read_arm(tmp_path / "aligned").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
-
-
-def test_a_seed_keeps_its_start_also_where_a_rate_is_added(
-    weights: Path, aligned: Path, tmp_path: Path
-) -> None:
-    """The second seed's align run is replaced; the start of the first one stands in config.json."""
-    starts = tmp_path / "starts"
-    for name in ("s2", "s10"):
-        shutil.copytree(aligned / name, starts / name)
-    tune(weights, tmp_path / "out", start=starts, seeds=2, lr=(1e-20,))
-    before = contents(tmp_path / "out")
-    shutil.rmtree(starts / "s10")
-    shutil.copytree(aligned / "s2", starts / "s10")
-    for rates in ((1e-20,), (1e-20, 1e-2)):
-        with pytest.raises(UsageError, match="lr1e-20-s1: is another run: content of --from"):
-            tune(weights, tmp_path / "out", start=starts, seeds=2, lr=rates)
-    assert contents(tmp_path / "out") == before
+    """No arm takes over another one's directory. Then the second seed's align run is replaced,
+    while the start of the first one stands in config.json.
+    """
+    starts = shutil.copytree(aligned, tmp_path / "starts")
+    tune(weights, tmp_path / "direct", lr=(1e-2,))
+    tune(weights, tmp_path / "tuned", lr=(1e-2,), start=starts / "s2")
+    tune(weights, tmp_path / "tuned", lr=(1e-2,), start=starts, seeds=2)  # more seeds go on
+    assert read_arm(tmp_path / "tuned").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
+    shutil.copy(aligned / "s2/adapter.safetensors", starts / "s10")
+    before = contents(tmp_path)
+    for name, start in (("direct", starts), ("tuned", None), ("tuned", aligned / "s10")):
+        with pytest.raises(UsageError, match=f"{name}: .*content of --from is another"):
+            tune(weights, tmp_path / name, lr=(1e-2,), start=start)
+    for rates in ((1e-2,), (1e-3, 1e-2)):
+        with pytest.raises(UsageError, match=r"lr0.01-s1: .*content of --from is another"):
+            tune(weights, tmp_path / "tuned", lr=rates, start=starts, seeds=2)
+    assert contents(tmp_path) == before
 
 
 def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_head(
@@ -489,51 +381,16 @@ def test_a_restart_begins_at_the_finished_theta_of_another_seed_with_a_fresh_hea
             tune(weights, tmp_path / "same", start=start, seed=seed, seeds=2, lr=(1e-2,))
 
 
-def test_fine_tunings_that_differ_in_more_than_the_seed_are_no_starts_of_one_arm(
-    weights: Path, aligned: Path, tmp_path: Path
-) -> None:
-    """In epochs, in their own start, or in that of a start before it."""
-    short: dict[str, Any] = {"lr": (1e-2,), "epochs": 1}
-    unlike: dict[str, Record] = {"--epochs": {"epochs": 2}, "commands": {"start": aligned / "s2"}}
-    for told, changes in unlike.items():
-        tune(weights, tmp_path / told / "a", **short)
-        tune(weights, tmp_path / told / "b", **short | {"seed": 1} | changes)
-        with pytest.raises(UsageError, match=rf"b/\S* differs .*: (the )?{told}"):
-            tune(weights, tmp_path / "out", start=tmp_path / told, seed=5, seeds=2, **short)
-    for k, name in enumerate("ab"):
-        start = tmp_path / "--epochs" / name
-        tune(weights, tmp_path / "chain" / name, start=start, **short | {"seed": 7 + k})
-    with pytest.raises(UsageError, match=r"seed from .*: --epochs"):
-        tune(weights, tmp_path / "out", start=tmp_path / "chain", seed=9, seeds=2, **short)
-
-
-def with_info(run: Path, **changes: Any) -> None:
-    """Change what the adapter of a run says of itself."""
-    file = run / "adapter.safetensors"
-    theta, head, info = load_adapter(file)
-    file.write_bytes(save_adapter(theta, head, info.model_copy(update=changes)))
-
-
 def test_two_align_runs_of_one_seed_are_no_two_seeds(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
     """As where one of them was made with smaller micro-batches: other bits, the same draws."""
     runs = shutil.copytree(aligned, tmp_path / "runs")
-    with_info(runs / "s10", seed=2)
+    theta, head, info = load_adapter(runs / "s10/adapter.safetensors")
+    same = save_adapter(theta, head, info.model_copy(update={"seed": 2}))
+    (runs / "s10/adapter.safetensors").write_bytes(same)
     with pytest.raises(UsageError, match="same seed, 2"):
         tune(weights, tmp_path / "out", start=runs, seeds=2)
-
-
-def test_an_adapter_of_another_shape_or_type_is_told_in_a_line(
-    weights: Path, aligned: Path, tmp_path: Path
-) -> None:
-    run = shutil.copytree(aligned / "s2", tmp_path / "run")
-    file = run / "adapter.safetensors"
-    theta, head, info = load_adapter(file)
-    line = f"finetune --from {run} {PEFT_STEPS} --weights {weights} --quiet --out {tmp_path}/f"
-    for changed in (theta.int(), theta.flatten(), theta[1:]):
-        file.write_bytes(save_adapter(changed, head, info))
-        assert str(file) in refusal(line) and not (tmp_path / "f").exists()
 
 
 # --- other images or another split than align's --------------------------------------------------
@@ -559,9 +416,9 @@ def folder(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("how", ["another seed", "other bytes"])
 def test_a_start_of_other_data_is_refused_unless_it_is_asked_for(
-    how: str, weights: Path, folder: Path, tmp_path: Path
+    how: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Then config.json, result and comparison say so."""
+    """Then config.json says so."""
     images = shutil.copytree(folder / "images", tmp_path / "images")
     if how == "other bytes":
         Image.new("RGB", (16, 16), "red").save(images / "x/0.png")
@@ -572,13 +429,7 @@ def test_a_start_of_other_data_is_refused_unless_it_is_asked_for(
         assert f"--from {folder}/align/adapter.safetensors" in said and "--other-data" in said
         assert not (tmp_path / "f").exists()
     done(f"{line} --other-data --out {tmp_path}/f")
-    config = json.loads((tmp_path / "f/config.json").read_text())
-    assert config["other_data"]
-    direct = f"finetune {PEFT_STEPS} --backbone vit_mini --weights {weights} --quiet"
-    direct += f" --dataset folder:{images} --data-seed {config['data_seed']}"
-    done(f"{direct} --out {tmp_path}/direct")
-    differs = evaluate([tmp_path / "f", tmp_path / "direct"]).arms[1].differs
-    assert "other_data" in [difference.name for difference in differs]
+    assert json.loads((tmp_path / "f/config.json").read_text())["other_data"]
 
 
 def test_what_align_was_trained_on_is_known_after_fine_tuning_on_other_images(
