@@ -22,7 +22,6 @@ import checks_5
 import other_styles
 import pytest
 import torch
-import witness
 import wrong_answers
 from check import Exercise, Outcome, judge
 
@@ -105,6 +104,7 @@ MISTAKES = [
     ("shows_a", "run.G[0].unbind(1), passes", "torch.cat(run.G, 1).unbind(1), run.lower",
      "True of copy c, which has another mistake"),
     ("shows_b", "run.upper[:2]", "run.upper[:1]", "no mistake"),
+    ("shows_c", "!= run.problem.N_L", "!= 4", "no mistake"),
     ("shows_c", "in run.G)", "in run.G[:1])", "does not show"),
     ("shows_d", "    return ", "    ", "it says None"),
     ("shows_d", "run.upper[:2]", "run.upper[1:3]", "does not show"),
@@ -222,18 +222,26 @@ def test_a_copy_with_a_mistake_is_silent_and_ends_elsewhere(copy: str) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sheet", check.SHEETS)
-def test_the_command_runs_from_any_folder_with_any_seed(
-    sheet: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A teacher's own seed changes the numbers and no verdict."""
+def command(file: Path, seed: int, place: Path) -> "subprocess.CompletedProcess[str]":
     names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, FOLDER / "check.py", "--seed", "7", answers_file(sheet)]
-    done = subprocess.run(line, env=names, capture_output=True, text=True, cwd=tmp_path)
+    line = [sys.executable, FOLDER / "check.py", "--seed", str(seed), file]
+    return subprocess.run(line, env=names, capture_output=True, text=True, cwd=place)
+
+
+@pytest.mark.parametrize("sheet", check.SHEETS)
+def test_the_command_finds_answers_right_from_any_folder_with_any_seed(
+    sheet: int, tmp_path: Path
+) -> None:
+    done = command(answers_file(sheet), 7, tmp_path)
     assert done.returncode == 0, done.stdout
-    here = witness.random(3)
-    monkeypatch.setattr(witness, "SEED", 7)
-    assert not torch.equal(witness.random(3), here)
+
+
+def test_a_seed_of_the_teachers_own_changes_the_numbers(tmp_path: Path) -> None:
+    """They are in what is said of a wrong answer."""
+    file = tmp_path / "mine.py"
+    file.write_text("def fisher_product(G, x, lam): return G[0]")
+    said = [command(file, seed, tmp_path).stdout for seed in (0, 7)]
+    assert said[0] != said[1] and all("should with" in text for text in said)
 
 
 def test_a_verdict_is_told_for_each_exercise_and_in_the_exit_code(
