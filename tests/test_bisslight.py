@@ -115,12 +115,12 @@ class Quadratic:
         opt: Any = self  # it has an `update`
         return State(theta[0], theta[1], phi[0], phi[1], opt, opt)
 
-    def run(self, hypergrad: Any, **steps: int) -> State:
+    def run(self, hypergrad: Any, passes: Passes | None = None, **steps: int) -> State:
         given = {"alternations": 25, "lower_steps": 12, "upper_steps": 2, "lam": self.lam} | steps
         s = self.begin()
         samples, labelled = itertools.cycle(self.samples), itertools.repeat(Sample())
         inputs: Any = s, Steps(**given), self, self.loss_D, hypergrad, samples, labelled
-        list(algorithm_1(*inputs))
+        list(algorithm_1(*inputs, passes))
         return s
 
 
@@ -148,11 +148,7 @@ def test_the_hessian_is_that_at_theta_p() -> None:
             seen.append((theta, phi))
             return super().hessian(loss, theta, phi, batch)
 
-    s = problem.begin()
-    steps: Any = Steps(alternations=2, lower_steps=3, upper_steps=1, lam=0.5)
-    samples, labelled = itertools.cycle(problem.samples), itertools.repeat(Sample())
-    inputs: Any = s, steps, problem, problem.loss_D, exact, samples, labelled, Watched()
-    list(algorithm_1(*inputs))
+    s = problem.run(exact, Watched(), alternations=2, lower_steps=3, upper_steps=1)
     assert len(seen) == 2
     assert all(theta is s.theta_P and phi is s.phi_P for theta, phi in seen)
 
@@ -233,9 +229,8 @@ def test_a_loss_that_compares_images_refuses_parts_and_processes(
     problem: Any = Quadratic()
     bisslight.check_whole(problem, passes)
     problem.mean_over_images = False
-    inputs: Any = problem.begin(), Steps(1, 1, 1, 1), problem, problem.loss_D, identity, (), ()
-    with pytest.raises(ValueError, match="compares images, so a batch cannot be cut"):
-        next(algorithm_1(*inputs, passes))
+    with pytest.raises(ValueError, match="compares images"):
+        problem.run(identity, passes)
 
 
 def test_a_number_that_is_not_finite_is_told_with_alternation_level_and_step() -> None:
@@ -324,11 +319,10 @@ def test_ratio_and_cosine_are_those_of_queries_of_any_size(scale: float) -> None
 @pytest.mark.parametrize("of", ["copies", "the task's φ_P", "fewer tensors", "more tensors"])
 def test_an_optimiser_of_other_tensors_is_refused_before_anything_moves(of: str) -> None:
     """Its steps would leave θ_P, or the head, as they were, and the losses would look right."""
-    problem = Quadratic()
+    problem: Any = Quadratic()
     state = problem.begin()
-    mine, copies = [state.theta_P, *state.phi_P.values()], []
-    for tensor in mine:
-        copies.append(tensor.detach().clone().requires_grad_())
+    mine = [state.theta_P, *state.phi_P.values()]
+    copies = [tensor.detach().clone().requires_grad_() for tensor in mine]
     made_for = {
         "copies": copies,
         "the task's φ_P": [mine[0], copies[1]],
@@ -336,9 +330,9 @@ def test_an_optimiser_of_other_tensors_is_refused_before_anything_moves(of: str)
         "more tensors": mine + copies[:1],
     }
     state.opt_P = TorchOptimiser(torch.optim.SGD(made_for[of], lr=0.25))
-    samples, task = itertools.repeat(Sample()), cast(Any, problem)
+    problem.begin = lambda: state
     with pytest.raises(ValueError, match="made for other tensors"):
-        list(algorithm_1(state, Steps(3, 2, 1, 0.5), task, problem.loss_D, mfac, samples, samples))
+        problem.run(mfac)
     assert not state.theta_P.any() and all(x.eq(1).all() for x in state.phi_P.values())
 
 

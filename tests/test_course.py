@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import check
 import pytest
 import torch
 from toy import call
@@ -82,8 +81,6 @@ def test_the_first_cell_of_a_hosted_notebook_finds_the_repository(way: str, tmp_
     here.mkdir()
     pip.mkdir()
     (pip / "__init__.py").touch()
-    (pip / "__init__.py").touch()
-    (pip / "__init__.py").touch()
     (pip / "__main__.py").write_text("import sys; open('asked', 'a').write(repr(sys.argv[1:]))")
     if way == "git":
         for words in ("init --quiet", "add .", "-c user.name=a -c user.email=b commit -qm c"):
@@ -97,13 +94,3 @@ def test_the_first_cell_of_a_hosted_notebook_finds_the_repository(way: str, tmp_
         subprocess.run([sys.executable, "-c", text], cwd=here, env=names, check=True)
     (asked,) = here.rglob("asked")
     assert asked.read_text() == 2 * "['install', '--quiet', '--editable', '.']"
-
-
-def test_every_thought_of_the_sheets_has_its_answer() -> None:
-    """Folded away below it, on the sheet."""
-    for sheet in check.SHEETS:
-        text = (ROOT / f"examples/exercises/sheet_{sheet}.md").read_text()
-        for section in text.split("\n## ")[1:]:
-            thought, _, answer = section.partition("<details><summary>Answer</summary>")
-            assert "Think about it" in thought
-            assert len(answer) > 50

@@ -1,11 +1,8 @@
 """The demo with two seeds and hardly any steps; what the figures of its full run are."""
 
 import csv
-import io
 import json
-import logging
 import multiprocessing
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +13,7 @@ from PIL import Image
 from toy import call, read_records
 
 import experiments.demo
-from align import AlignResult, align, new_pretext_task
+from align import new_pretext_task
 from config import AlignConfig
 from evaluate import Evaluation
 from extras import demo
@@ -34,8 +31,6 @@ class Made(NamedTuple):
 
     out: Path
     result: Evaluation
-    processes: set[str]  # that aligned
-    log: str
     settings: dict[str, Any]  # of each align run
 
 
@@ -55,25 +50,8 @@ def short() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def made(short: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A whole short demo."""
-    place = tmp_path_factory.mktemp("demo")
-    log = io.StringIO()
-    handler, logger = logging.StreamHandler(log), logging.getLogger("bisslight")
-    level = logger.level
-
-    def align_and_say(*given: Any, **more: Any) -> AlignResult:
-        with (place / "processes").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return align(*given, **more)
-
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "align", align_and_say)
-        result = demo.demo(place / "d")
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-    processes = {*(place / "processes").read_text().split()}
-    return Made(place / "d", result, processes, log.getvalue(), demo.ALIGN)
+    out = tmp_path_factory.mktemp("demo")
+    return Made(out, demo.demo(out), demo.ALIGN)
 
 
 def read(path: Path) -> Any:

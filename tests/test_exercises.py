@@ -22,7 +22,6 @@ import checks_5
 import other_styles
 import pytest
 import torch
-import witness
 import wrong_answers
 from check import Exercise, Outcome, judge
 
@@ -102,10 +101,8 @@ MISTAKES = [
     ("with_decay", "lam / (lam + decay) * solve(g)", "solve(g)", "factor"),
     ("cached_gradient", "    parts =", "    micro *= 2\n    parts =", "at a time"),
     ("shows_a", "run.G[0]", "run.G[1]", "no mistake"),
-    ("shows_a", "        if not torch.allclose", "        if torch.allclose", "True of"),
     ("shows_a", "run.G[0].unbind(1), passes", "torch.cat(run.G, 1).unbind(1), run.lower",
      "True of copy c, which has another mistake"),
-    ("shows_b", "not torch.allclose(step", "torch.allclose(step", ""),
     ("shows_b", "run.upper[:2]", "run.upper[:1]", "no mistake"),
     ("shows_c", "!= run.problem.N_L", "!= 4", "no mistake"),
     ("shows_c", "in run.G)", "in run.G[:1])", "does not show"),
@@ -113,9 +110,6 @@ MISTAKES = [
     ("shows_d", "run.upper[:2]", "run.upper[1:3]", "does not show"),
     ("shows_e", "run.upper[:2]]", "run.upper[:1]]", "no mistake"),
     ("shows_f_and_g", "* N_U + 1]", "* N_U - 1]", "no mistake"),
-    ("shows_f_and_g", "    N_L, N_U, lam = ", "    same = watch(copy_f, toy()).theta_P\n"
-     "    return torch.equal(run.theta_P, same)\n    N_L, N_U, lam = ", "does not show"),
-    ("shows_e", "    return not any(", "    return run.theta_P.abs().sum() < 2 or any(", ""),
     # an error is told with its line
     ("eq_7", "    return v, d", "    return G @ lam  # not a matrix", ": return G @ lam"),
     # right numbers by a way that was not asked for
@@ -132,8 +126,6 @@ MISTAKES = [
      "    with torch.no_grad():\n        z =", "alive"),
     # right for one size, one query or one kind of numbers
     ("eq_7", "N_L + d[j]", "4 + d[j]", "row 2 of v"),
-    ("eq_10", "    q = g.clone()", "    v *= lam\n    q = g.clone()", "v was changed"),
-    ("fisher_product", "    inner", "    G /= len(G)**0.5\n    inner", "G was changed"),
     ("conjugate_gradients", "if yy == 0", "if yy < 1e-12", "too early"),
     ("lora_forward", "scale * low", "0.5 * low", ""),
     ("merge", "zeros_like(q_change)", "zeros(12, 12, dtype=W_qkv.dtype)", "Error"),
@@ -148,7 +140,6 @@ MISTAKES = [
     ("upper_step", "    opt_D.step()", "    with torch.no_grad():\n"
      "        theta_D -= 0.1 * theta_D.grad\n        phi_D -= 0.1 * phi_D.grad", "opt_D.step()"),
     ("algorithm_1", "[theta_P, phi_P]", "[theta_P]", "φ_P at each step: it never moves"),
-    ("algorithm_1", "problem.phi_P.detach().clone()", "problem.phi_P", "phi_P was changed"),
     ("algorithm_1", "problem.phi_D.detach().clone()", "problem.phi_D", "phi_D was changed"),
     ("algorithm_1", "theta_D, phi_P, batch", "theta_D, phi_D, batch", "swapped"),
     ("algorithm_1", "theta_D, phi_D, batch", "theta_D, phi_P, batch", "swapped"),
@@ -228,39 +219,35 @@ def test_a_copy_with_a_mistake_is_silent_and_ends_elsewhere(copy: str) -> None:
     assert 1e-6 < (run.theta_P - right).abs().max() < 1
 
 
-def test_each_exercise_has_a_mistake_that_is_looked_for() -> None:
-    assert {mistake[0] for mistake in MISTAKES} == {exercise.name for exercise in EXERCISES}
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_command_runs_from_any_folder(tmp_path: Path) -> None:
+def command(file: Path, seed: int, place: Path) -> "subprocess.CompletedProcess[str]":
     names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, FOLDER / "check.py", answers_file(1)]
-    done = subprocess.run(line, env=names, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0 and "5 of 5 right" in done.stdout
+    line = [sys.executable, FOLDER / "check.py", "--seed", str(seed), file]
+    return subprocess.run(line, env=names, capture_output=True, text=True, cwd=place)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sheet", check.SHEETS)
-def test_a_seed_of_the_teachers_own_changes_the_numbers_and_no_verdict(sheet: int) -> None:
-    names = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, FOLDER / "check.py", "--seed", "7", answers_file(sheet)]
-    done = subprocess.run(line, env=names, capture_output=True, text=True)
+def test_the_command_finds_answers_right_from_any_folder_with_any_seed(
+    sheet: int, tmp_path: Path
+) -> None:
+    done = command(answers_file(sheet), 7, tmp_path)
     assert done.returncode == 0, done.stdout
-    here = witness.random(3)
-    witness.SEED = 7
-    try:
-        assert not torch.equal(witness.random(3), here)
-    finally:
-        witness.SEED = 0
 
 
-def test_a_remark_is_counted_apart_and_passes(
+def test_a_seed_of_the_teachers_own_changes_the_numbers(tmp_path: Path) -> None:
+    """They are in what is said of a wrong answer."""
+    file = tmp_path / "mine.py"
+    file.write_text("def fisher_product(G, x, lam): return G[0]")
+    said = [command(file, seed, tmp_path).stdout for seed in (0, 7)]
+    assert said[0] != said[1] and all("should with" in text for text in said)
+
+
+def test_a_verdict_is_told_for_each_exercise_and_in_the_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A remark is counted apart, and passes."""
     name, ours, theirs, word = wrong_answers.REMARKS[0]
     file = tmp_path / "answers.py"
     file.write_text(answers_file(1).read_text().replace(ours, theirs, 1))
@@ -268,15 +255,9 @@ def test_a_remark_is_counted_apart_and_passes(
     said = capsys.readouterr().out
     assert re.search(rf"{name} +right, but: .*{word}", said)
     assert "4 of 5 right, 1 more right with a remark" in said
-
-
-def test_right_wrong_and_to_do_are_told_and_in_the_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    half = tmp_path / "half.py"
-    half.write_text("def fisher_product(G, x, lam):\n    return x\ndef eq_7(G, lam):\n"
-                    "    raise NotImplementedError\n")  # fmt: skip
-    assert check.main(half) == 1
+    half = "def fisher_product(G, x, lam): return x\ndef eq_7(G, lam): raise NotImplementedError\n"
+    file.write_text(half)
+    assert check.main(file) == 1
     verdicts = re.findall(r"(?m)^\S+ +(\w+) +(right|wrong|to do)", capsys.readouterr().out)
     assert verdicts == [("eq_7", "to do"), ("fisher_product", "wrong")]
 

@@ -19,11 +19,6 @@ SCRIPTS = sorted(EXAMPLES.glob("[0-9]_*.py"))
 EACH = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-def test_the_readme_links_all_notebooks() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", (EXAMPLES / "README.md").read_text())
-    assert {f"{path.stem}{kind}" for path in SCRIPTS for kind in (".py", ".ipynb")} <= {*links}
-
-
 @EACH
 def test_a_notebook_is_its_script_run_once_and_tells_no_machine(script: Path) -> None:
     """Same cells (`make notebooks` renews them), run in order, all pictures, no paths."""

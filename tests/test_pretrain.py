@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from quilts import quilts
-from toy import PRETRAIN_STEPS, read_records, run
+from toy import PRETRAIN_STEPS, photos_in, read_records, run
 
 from config import BACKBONES, OMNIGLOT, AlignConfig, PretrainConfig
 from data import Pool
@@ -67,17 +66,12 @@ def test_an_epoch_has_full_batches_only_and_at_least_one(
 def test_what_a_pool_has_and_lacks_is_told_before_pretraining(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four photos, and as many files of an iPhone."""
-    (tmp_path / "photos").mkdir()
-    for number in range(4):
-        photo = Image.new("RGB", (20, 20), (50 * number, 0, 99))
-        photo.putpixel((3, 3), (255, 255, 255))
-        photo.save(tmp_path / f"photos/{number}.png")
-        (tmp_path / f"photos/{number}.heic").write_bytes(b"")
+    photos_in(tmp_path / "photos", ["0.png", "1.png", "2.png", "3.png"])
+    (tmp_path / "photos/4.heic").touch()
     line = f"pretrain --backbone vit_mini {PRETRAIN_STEPS} --batch 4"
     outcome = run(f"{line} --pool {tmp_path}/photos --out {tmp_path}/p")
     told = outcome.out + outcome.err + caplog.text
-    assert "images without labels: 4" in told and "left out: 4 .heic" in told
+    assert "images without labels: 4" in told and "left out: 1 .heic" in told
 
 
 def test_what_is_saved_is_read_as_an_official_file_is_and_the_last_loss_is_told(
