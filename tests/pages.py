@@ -3,9 +3,6 @@
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
-
-from scipy import stats
 
 Row = dict[str, str]
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?:e-\d+)?"
@@ -61,16 +58,11 @@ def said(verdict: str) -> set[str]:
     return {word for word in WORDS if word in verdict}
 
 
-def told(values: Sequence[float] | Any, decimals: int = 2) -> str:
-    """The mean with its 95 % interval, as the pages write it; by scipy."""
-    interval = stats.ttest_1samp(values, 0).confidence_interval()
-    return write(float(values.mean()), *interval, decimals=decimals)
+def write(found: Sequence[float], decimals: int = 2) -> str:
+    """A mean and its interval, as the pages write them.
 
-
-def write(mean: float, low: float, high: float, decimals: int = 2) -> str:
-    """A mean and an interval.
-
-    >>> write(1.3, 0.57, 2.04)
+    >>> write([1.3, 0.57, 2.04])
     '+1.30 (+0.57 to +2.04)'
     """
-    return f"{mean:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f})"
+    mean, low, high, *_ = (f"{x:+.{decimals}f}" for x in found)
+    return f"{mean} ({low} to {high})"

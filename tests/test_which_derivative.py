@@ -1,9 +1,11 @@
 """Which derivative: U by finite differences of Algorithm 1 itself, the arms, the files."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,6 +94,21 @@ def run_tiny(
     return lower
 
 
+def measure(ask: Callable[[Lower], Tensor], **more: Any) -> list[Tensor]:
+    """What `ask` finds after the lower steps of each alternation."""
+    found: list[Tensor] = []
+
+    def of_arm(lower: Lower) -> Any:
+        def hypergrad(G: Tensor, lam: float, H: Any) -> Any:
+            found.append(ask(lower))
+            return torch.clone
+
+        return hypergrad
+
+    run_tiny(None, of_arm, **more)
+    return found
+
+
 QUESTION = Points(torch.linspace(-1, 1, 12).double().view(4, 3), torch.ones(4).double())
 
 
@@ -105,19 +122,13 @@ def test_U_is_what_finite_differences_of_algorithm_1_say(clip: float) -> None:
 
     The differences are off by the square of 1e-5 times a third derivative.
     """
-    found: list[Tensor] = []
 
-    def of_arm(lower: Lower) -> Any:
-        def hypergrad(G: Tensor, lam: float, H: Any) -> Any:
-            theta_P = lower.state.theta_P.detach().requires_grad_()
-            (g,) = torch.autograd.grad(L_D(theta_P), theta_P)
-            found.append(unrolled(lower)(g))
-            return torch.clone
+    def ask(lower: Lower) -> Tensor:
+        theta_P = lower.state.theta_P.detach().requires_grad_()
+        (g,) = torch.autograd.grad(L_D(theta_P), theta_P)
+        return unrolled(lower)(g)
 
-        return hypergrad
-
-    run_tiny(None, of_arm, clip)
-    U = found[-1]  # of the last alternation
+    U = measure(ask, clip=clip)[-1]  # of the last alternation
     differences = torch.zeros(2, 3).double()
     for place in product(range(2), range(3)):
         move = torch.zeros(2, 3).double()
@@ -137,20 +148,14 @@ def test_the_steps_that_are_repeated_end_where_algorithm_1_did() -> None:
 
 def test_a_number_that_never_had_a_gradient_has_no_derivative() -> None:
     """Its v is 0 as long as θ_P = θ_D: Adam's derivative would be λ η / eps, 1e7 times another."""
-    found: list[Tensor] = []
 
-    def of_arm(lower: Lower) -> Any:
-        def hypergrad(G: Tensor, lam: float, H: Any) -> Any:
-            g = torch.ones(2, 3).double()
-            lower.given = lower.given[:1]  # the first step alone
-            found.append(unrolled(lower)(g))
-            lower.given = lower.given * 6
-            return torch.clone
+    def ask(lower: Lower) -> Tensor:
+        lower.given = lower.given[:1]  # the first step alone
+        U = unrolled(lower)(torch.ones(2, 3).double())
+        lower.given = lower.given * 6
+        return U
 
-        return hypergrad
-
-    run_tiny(None, of_arm, dead=True)
-    U = found[0]
+    U = measure(ask, dead=True)[0]
     assert torch.isfinite(U).all()
     assert (U[1] == 0).all() and (U[0] != 0).all()
 
@@ -258,7 +263,6 @@ def test_no_picture_of_a_task_is_in_its_pool() -> None:
 
 # --- runs and files -------------------------------------------------------------------------------
 
-
 MEASURED = plan.read_runs(plan.RESULTS / plan.RUNS)
 
 
@@ -266,14 +270,11 @@ def test_P_is_peft_on_thirteen_drawers_from_where_0v_ends(monkeypatch: pytest.Mo
     """Every other arm fine-tunes on ten; what diverges counts as chance."""
     calls: list[tuple[float, int, Tensor]] = []
 
-    class Tuned(NamedTuple):
-        curve: dict[int, float]
-
-    def fine_tune(_: Any, rate: float, epochs: int, theta: Tensor, warmup: int, task: Any) -> Tuned:
+    def fine_tune(_: Any, rate: float, epochs: int, theta: Tensor, warmup: int, task: Any) -> Any:
         calls.append((rate, len(task.train.targets), theta))
         if rate == 0.03:
             raise plan.Diverged("it did")
-        return Tuned({5: 40.0})
+        return SimpleNamespace(curve={5: 40.0})
 
     theta = torch.ones(2)
     monkeypatch.setattr(plan, "fine_tune", fine_tune)
@@ -283,11 +284,8 @@ def test_P_is_peft_on_thirteen_drawers_from_where_0v_ends(monkeypatch: pytest.Mo
     settings = SETTINGS | {"weights": Path("there")}
     runs = plan.run_arm("0v", plan.Cell("Tagalog", 0, 9), settings)
     assert [run.arm for run in runs] == ["0v", "P"]
-    assert [(rate, images) for rate, images, _ in calls] == [
-        *product(plan.RATES, [170]),
-        *product(plan.RATES, [221]),
-    ]
-    assert all(start is theta for _, _, start in calls)
+    expected = [(rate, images, theta) for images, rate in product((170, 221), plan.RATES)]
+    assert calls == expected
     assert [run.ends for run in runs] == [{"0.01": 40.0, "0.02": 40.0, "0.03": 100 / 17}] * 2
     assert all(run.diverged for run in runs)
     assert [run.arm for run in plan.run_arm("G", plan.Cell("Tagalog", 0, 9), settings)] == ["G"]
