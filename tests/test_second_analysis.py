@@ -433,14 +433,24 @@ def test_the_endpoint_is_deaf_unless_the_interval_of_the_control_begins_above_2(
         assert word in compare_analyses(moved(measured, {"oracle-G": 2 + beyond - control.low}))
 
 
-def test_a_difference_that_is_0_everywhere_has_p_1(measured: list[Any]) -> None:
-    """C is lost wherever U diverges, so that U − C may be 0 in all cells, without any spread."""
+@pytest.mark.parametrize(
+    ("more", "swing", "p", "words"),
+    [(0.0, 0.0, 1.0, {"no gain of 2 points"}), (0.5, 20.0, 2 / 256, {"open"})],
+)
+def test_a_difference_that_all_alphabets_share_is_beyond_them_only_if_it_is_clear_in_them(
+    measured: list[Any], more: float, swing: float, p: float, words: set[str]
+) -> None:
+    """C is U, less so many points that swing from network to network; without any it has p 1."""
     cell = itemgetter("alphabet", "backbone", "seed")
     of_U = {cell(run): run["ends"] for run in measured if run["arm"] == "U"}
-    runs = [run | {"ends": of_U[cell(run)]} if run["arm"] == "C" else run for run in measured]
-    compare_analyses(runs)
-    found = derivatives.analyse(runs)["U", "C"]
-    assert found.here.p == found.units.p == 1 and found.words == {"no gain of 2 points"}
+    records = []
+    for run in measured:
+        less = more + swing * (-1) ** run["backbone"]
+        moved_U = {rate: end - less for rate, end in of_U[cell(run)].items()}
+        records.append(run | {"ends": moved_U} if run["arm"] == "C" else run)
+    compare_analyses(records)
+    found = derivatives.analyse(records)["U", "C"]
+    assert found.units.p == p and found.words == words
 
 
 @pytest.mark.parametrize(
