@@ -7,10 +7,11 @@ It was written, and run on simulated runs, before phase 2 began; fair_race.md na
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import typer
@@ -148,10 +149,15 @@ def difference(values: Sequence[float]) -> Difference:
     mean = fmean(values)
     n = len(values)
     half = float(student.ppf(0.975, n - 1)) * stdev(values) / n**0.5
-    signs = np.array([*product((1, -1), repeat=n)])  # (2ⁿ, n)
-    flipped = signs @ np.array(values) / n  # the mean after each flip
+    flipped = all_signs(n) @ np.array(values) / n  # the mean after each flip
     is_extreme = abs(flipped) >= abs(mean) - 1e-9  # of equal means, rounding may differ
     return Difference(mean, mean - half, mean + half, float(is_extreme.mean()))
+
+
+@cache
+def all_signs(n: int) -> np.ndarray[Any, Any]:
+    """All ways to give n numbers a sign; shape (2ⁿ, n)."""
+    return np.array([*product((1, -1), repeat=n)])
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -32,7 +32,6 @@ from experiments.fair_race_plan import Cell
 from experiments.newton import NewtonPasses, newton
 from experiments.recipe import run_script
 from mfac import mfac
-from support.errors import UsageError
 from support.experiment import open_experiment
 from support.files import Busy, sha256, write_atomic
 
@@ -180,7 +179,7 @@ def train_on(task: Task, *names: str) -> Task:
     return task._replace(train=Split(images, torch.cat([split.targets for split in splits])))
 
 
-def run_unit(unit: Unit, rates: Rates, settings: Record, weights: str) -> Run:
+def run_unit(unit: Unit, rates: Rates, settings: Record) -> Run:
     """Align, and fine-tune at each length and rate from the θ_P that it ends with."""
     started = time.process_time()
     arm, aligned = ARMS[unit.arm], Aligned()
@@ -195,6 +194,7 @@ def run_unit(unit: Unit, rates: Rates, settings: Record, weights: str) -> Run:
             ends[length][f"{rate:g}"] = tuned.curve[epochs]
     numbers = aligned._asdict()
     del numbers["theta_P"]
+    weights = settings["weights"]  # a file, or the directory of a pretraining
     return Run(
         **unit._asdict(),
         ends=ends,
@@ -202,7 +202,7 @@ def run_unit(unit: Unit, rates: Rates, settings: Record, weights: str) -> Run:
         **numbers,
         cpu_align=between - started,
         cpu_peft=time.process_time() - between,
-        weights=weights,
+        weights=sha256(weights / "backbone.pth" if weights.is_dir() else weights),
         time=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         commit=commit(),
         device=device_name(settings["device"]),
@@ -254,35 +254,10 @@ def run_all(
                     cell = Cell(unit.alphabet, unit.backbone, unit.seed)
                     settings = settings_of_cell(cell, out)  # pretrains a backbone that is missing
                     settings |= {"device": device, "amp": False}  # float32 everywhere
-                    weights = digest(settings["weights"], unit.backbone, path)
-                    check_device(unit.backbone, device_name(device), path)
-                    add_line(run_unit(unit, rates[unit.arm], settings, weights), path, out)
+                    add_line(run_unit(unit, rates[unit.arm], settings), path, out)
                 break
         else:
             time.sleep(10)  # other processes are at all that is missing
-
-
-def digest(weights: Path, backbone: int, path: Path) -> str:
-    """The backbone's sha256. Raises UsageError if lines of the file are of other weights."""
-    found = sha256(weights / "backbone.pth" if weights.is_dir() else weights)
-    for run in read_runs(path).values():
-        if run.backbone == backbone and run.weights != found:
-            raise UsageError(
-                f"{path}: backbone {backbone} was another file there ({run.weights[:12]}, here "
-                f"{found[:12]}), since processors round differently; put that file into {weights}, "
-                "or remove the lines of this backbone, so that its round begins anew"
-            )
-    return found
-
-
-def check_device(backbone: int, device: str, path: Path) -> None:
-    """Raise UsageError if the backbone's round was begun on another device."""
-    for run in read_runs(path).values():
-        if run.backbone == backbone and run.device != device:
-            raise UsageError(
-                f"{path}: the round of backbone {backbone} was begun on {run.device}, this is "
-                f"{device}; finish it there, or remove its lines, so that it begins anew"
-            )
 
 
 def add_line(run: Run, path: Path, out: Path) -> None:

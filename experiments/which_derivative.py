@@ -466,20 +466,8 @@ def next_run(cell: Cell, path: Path, out: Path) -> list[Run]:
     arm = next_arm(cell, runs)
     assert arm
     settings = settings_of(cell, out)
-    check_weights(cell, sha256(settings["weights"] / "backbone.pth"), runs)
     of_U = next((run.cosine for run in runs if (run.cell, run.arm) == (cell, "U")), ())
     return run_arm(arm, cell, settings, of_U)
-
-
-def check_weights(cell: Cell, found: str, runs: list[Run]) -> None:
-    """Raise UsageError if other runs of the cell started from another backbone."""
-    for run in runs:
-        if run.cell == cell and run.weights != found:
-            raise UsageError(
-                f"{cell}: its backbone was another file ({run.weights[:12]}, here {found[:12]}), "
-                "since processors round differently; remove the lines of this cell, so that it "
-                "begins anew"
-            )
 
 
 Line = Sequence[Run] | Sequence[Gains]

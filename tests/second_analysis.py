@@ -1,79 +1,126 @@
-"""The analysis of the fair race once more, by somebody who had not seen the first.
+"""The statistics of the studies a second time, from their protocols; the figures of the fair race.
 
-It was written from fair_race.md's protocol and the file of runs alone; test_fair_race compares.
+It shares no code with the analyses of experiments/. test_second_analysis compares with the pages.
 """
 
 import json
 import math
-from itertools import product
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-OTHERS = ("direct", "restart", "q = 0")
-BACKBONES = range(4, 12)
-ROUNDS = list(product((0, 1, 2), ("Greek", "Balinese", "Latin")))
-Results = dict[tuple[str, str, int, int], float]  # (arm, alphabet, backbone, seed) -> accuracy
+import numpy as np
+from scipy.special import betaincinv
+
+Array = np.ndarray[Any, Any]
+Pair = tuple[str, str]  # the first arm minus the second
+GAIN = 2.0  # points
+LEVEL = 0.05
+
+# --- statistics -----------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
-    """Aligned minus another arm, in points."""
+class Estimate(NamedTuple):
+    """A mean difference in points, with its 95 % interval and p, not corrected."""
 
-    difference: float
-    low: float  # of the 95 % interval
+    mean: float
+    low: float
     high: float
     p: float
-    p_holm: float
 
 
-def read_results(file: Path) -> Results:
-    """Read the test accuracy of each run after its last epoch; a run may be there only once."""
-    results: Results = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        arm, _, cell, _, accuracies, *_ = json.loads(line)
-        if (arm, *cell) in results:
-            raise ValueError(f"the run {arm} {cell} is there twice")
-        results[arm, *cell] = accuracies[max(accuracies, key=int)]
-    return results
+class Finding(NamedTuple):
+    """What a protocol says of a comparison."""
+
+    pair: Pair
+    estimate: Estimate
+    corrected: float | None  # Holm's p; a control has none
+    words: set[str]  # the verdict
 
 
-def whole_rounds(results: Results) -> list[tuple[int, str]]:
-    """Return the rounds (seed and alphabet) that have every arm on every backbone."""
-    whole = []
-    for seed, alphabet in ROUNDS:
-        runs = product(("aligned", *OTHERS), (alphabet,), BACKBONES, (seed,))
-        if all(run in results for run in runs):
-            whole.append((seed, alphabet))
-    return whole
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean, Student's 95 % interval, and p of all flips of signs."""
+    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Estimate(mean(values), mean(values) - half, mean(values) + half, p_of_flips(values))
 
 
-def t_quantile(probability: float, freedom: int, steps: int = 4000) -> float:
-    """Return a quantile above 0 of Student's t: bisection over the density's midpoint sums."""
-    scale = math.gamma((freedom + 1) / 2) / math.gamma(freedom / 2) / math.sqrt(freedom * math.pi)
-    low, high = 0.0, 100.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        points = (middle * (i + 0.5) / steps for i in range(steps))
-        heights = sum((1 + x * x / freedom) ** (-(freedom + 1) / 2) for x in points)
-        below = 0.5 + scale * heights * middle / steps
-        low, high = (middle, high) if below < probability else (low, middle)
-    return low
+def t_quantile(freedom: int) -> float:
+    """The t whose two-sided p is 0.05, by the incomplete beta function."""
+    x = betaincinv(freedom / 2, 1 / 2, 0.05)
+    return float(np.sqrt(freedom * (1 - x) / x))
 
 
-def analyse(file: Path) -> dict[str, Row]:
-    """Compare aligned with each other arm in the whole rounds, with Holm's correction."""
-    results, rows, corrected = read_results(file), dict[str, Row](), 0.0
-    for other in OTHERS:
-        gains = []
-        for backbone in BACKBONES:
-            cells = [(alphabet, backbone, seed) for seed, alphabet in whole_rounds(results)]
-            gains.append(mean(results["aligned", *c] - results[other, *c] for c in cells))
-        half = t_quantile(0.975, len(gains) - 1) * stdev(gains) / math.sqrt(len(gains))
-        pairs = [(gain, -gain) for gain in gains]
-        flips = [math.fsum(pattern) for pattern in product(*pairs)]  # the first: as observed
-        p = sum(abs(flip) >= abs(flips[0]) - 1e-9 for flip in flips) / len(flips)
-        rows[other] = Row(mean(gains), mean(gains) - half, mean(gains) + half, p, 1.0)
-    for rank, other in enumerate(sorted(OTHERS, key=lambda name: rows[name].p)):
-        corrected = max(corrected, min(1.0, (len(OTHERS) - rank) * rows[other].p))
-        rows[other] = rows[other]._replace(p_holm=corrected)
-    return rows
+def p_of_flips(values: Sequence[float]) -> float:
+    """Share of all flips of signs whose sum is at least as far from 0 as the one that was seen."""
+    sums = np.zeros(1)
+    for value in values:
+        sums = np.concatenate([sums + value, sums - value])  # the first: as seen
+    return float(np.mean(abs(sums) >= abs(sums[0]) - 1e-9))  # equal sums may be rounded apart
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's corrected p: the i-th smallest of m times m − i + 1, and none below one before."""
+    corrected = []
+    for p in ps:
+        products = [other * sum(x >= other for x in ps) for other in ps if other <= p]
+        corrected.append(min(1.0, max(products)))
+    return corrected
+
+
+def judge(found: Estimate, corrected: float) -> set[str]:
+    """The words of the verdict."""
+    words = set()
+    if corrected < LEVEL:
+        words.add("ahead" if found.mean > 0 else "behind")
+    if found.high < GAIN:
+        words.add("no gain of 2 points")
+    return words or {"open"}
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[Any]:
+    """The records of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(numbers: Iterable[tuple[Sequence[Hashable], float]], *axes: Sequence[Hashable]) -> Array:
+    """Each number in its place along the axes, by its keys; every place has one."""
+    found = np.full([len(axis) for axis in axes], np.nan)
+    for keys, number in numbers:
+        place = tuple(axis.index(key) for axis, key in zip(axes, keys, strict=True))
+        assert np.isnan(found[place]), f"{keys} is there twice"
+        found[place] = number
+    assert not np.isnan(found).any()
+    return found
+
+
+# --- the fair race --------------------------------------------------------------------------------
+
+ARMS = ("aligned", "direct", "restart", "q = 0")
+ALPHABETS = ("Latin", "Greek", "Balinese")
+
+
+def race(records: list[Any], name: str) -> Array:
+    """A number of each run by arm, backbone, alphabet and seed.
+
+    `test` is the accuracy after the last epoch.
+    """
+    numbers = []
+    for arm, _, (alphabet, backbone, seed), _, test, held_out, cpu in records:
+        of_run = {"test": test[max(test, key=int)], "held out": held_out, "cpu": cpu}
+        numbers.append(((arm, backbone, alphabet, seed), of_run[name]))
+    return table(numbers, ARMS, range(4, 12), ALPHABETS, range(3))
+
+
+def analyse(accuracy: Array) -> list[Finding]:
+    """Compare aligned with each other arm, over the backbones."""
+    by_backbone = accuracy.mean((2, 3))
+    found = [estimate(by_backbone[0] - other) for other in by_backbone[1:]]
+    corrected = holm([one.p for one in found])
+    findings = []
+    for arm, one, p in zip(ARMS[1:], found, corrected, strict=True):
+        findings.append(Finding(("aligned", arm), one, p, judge(one, p)))
+    return findings

@@ -80,11 +80,6 @@ def test_the_example_of_data_gives_its_batches(tmp_path: Path) -> None:
     run_alone(tmp_path / "data", run_example, "data")
 
 
-def test_a_file_that_needs_another_one_would_be_noticed(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
-        run_alone(tmp_path / "align", run_doctests, "align")
-
-
 # --- three alternations ---------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def test_what_lies_inside_the_span_is_a_dense_projection(
     assert squared_length_inside(0 * G, x) == 0
 
 
+PAGE = what_q_is.ROWS.with_suffix(".md").read_text()
 FEW: Any = {"alternations": 3, "warmup": 1, "probe_epochs": 1, "upper_steps": 1, "p_batch": 8}
 
 
@@ -94,50 +95,52 @@ def test_a_case_is_measured_once(small: Any, tmp_path: Path, monkeypatch: Any) -
     assert [row["alphabet"] for row in small.read_rows(path)] == ["Tagalog", "Early_Aramaic"]
 
 
-def test_the_table_of_the_page_is_that_of_the_file() -> None:
-    page = what_q_is.ROWS.with_suffix(".md").read_text()
-    rows = what_q_is.read_rows(what_q_is.ROWS)
-    assert what_q_is.table(rows, what_q_is.SCALES, what_q_is.FROM_SCALE) in page
-
-
 def test_the_ranges_that_the_page_tells_are_those_of_the_file() -> None:
     rows = [row for row in what_q_is.read_rows(what_q_is.ROWS) if row["c"] == 1]
     papers = [row for row in rows if row["lam"] == 1e-3]
-    times = [row["trace_N"] / row["trace_F"] for row in rows]
-    assert min(times) > 2700 and max(times) < 7400
-    assert all(row["ratio_F"] > 0.999 for row in rows if row["lam"] > 1e-4)
-    assert min(row["ratio_F"] for row in rows) > 0.996
-    distances: dict[float, list[float]] = {1e-4: [], 1e-3: []}  # |q − g| / |g|
+
+    def ends(rows: list[Any], name: str) -> tuple[float, float]:
+        numbers = [row[name] for row in rows]
+        return min(numbers), max(numbers)
+
     for row in rows:
-        if row["lam"] in distances:
-            r, c = row["ratio_F"], row["cosine_F"]
-            distances[row["lam"]].append(math.sqrt(1 + r * r - 2 * r * c))
-    assert [round(100 * max(found), 1) for found in distances.values()] == [1.1, 0.2]
-    assert round(max(min(row["pull"], row["acts"]) for row in rows), 3) == 0.083
-    assert max(row["along_F"] for row in papers) < 0.0008
-    for name, low, high in (("along_N", 2.8, 4.75), ("ratio_N", 0.56, 0.62)):
-        assert low < min(row[name] for row in papers) < max(row[name] for row in papers) < high
-    angles = [math.degrees(math.acos(row["cosine_N"])) for row in papers]
-    assert [round(min(angles)), round(max(angles))] == [32, 37]
+        r, cosine = row["ratio_F"], row["cosine_F"]
+        row["from g"] = 100 * math.sqrt(1 + r * r - 2 * r * cosine)  # |q − g| / |g| in percent
+        row["shorter"] = 100 * (1 - r)
+        row["angle"] = math.degrees(math.acos(row["cosine_N"]))
+        row["times"] = row["trace_N"] / row["trace_F"] / 100
+        row["percent"] = 100 * row["share"]
+        row["smaller"] = min(row["pull"], row["acts"])
+    smallest = [row for row in rows if row["lam"] == 1e-4]
+    above = [row for row in rows if row["lam"] >= 1e-3]
+    least, most = ends(rows, "times")
+    (_, here), (_, there) = ends(above, "shorter"), ends(smallest, "shorter")
+    figures = [
+        f"{100 * math.floor(least):,} to {100 * math.ceil(most):,} times the trace",
+        "{:.1f} to {:.1f} λ by N".format(*ends(papers, "along_N")),
+        f"at most {ends(papers, 'along_F')[1]:.4f} λ by F",
+        f"within {here:.1f} % (at 0.0001 {there:.1f} %)",
+        f"within {ends(above, 'from g')[1]:.1f} % ({ends(smallest, 'from g')[1]:.1f} %)",
+        "{:.0f} to {:.0f} % of |g|²".format(*ends(rows, "percent")),
+        "{:.2f} to {:.2f} of g's length".format(*ends(papers, "ratio_N")),
+        "{:.0f} to {:.0f} degrees".format(*ends(papers, "angle")),
+        f"it is {ends(rows, 'product')[1]:.3f} at most",
+        f"the smaller one is, is {ends(rows, 'smaller')[1]:.3f}",
+    ]
+    assert [figure for figure in figures if figure not in PAGE] == []
     assert min(row["ratio_N"] for row in rows if row["lam"] >= 0.1) > 0.94
-    assert max(row["product"] for row in rows) < 0.055
-    shares = [100 * row["share"] for row in rows]
-    assert [round(min(shares)), round(max(shares))] == [6, 63]
 
 
 def test_the_table_of_images_is_that_of_the_file() -> None:
-    page = what_q_is.ROWS.with_suffix(".md").read_text()
     rows = json.loads(images_per_gradient.ROWS.read_text())
-    assert markdown(rows) in page
-    for alphabet, of_batch, of_loss in (("Tagalog", 83, 71), ("Early_Aramaic", 79, 75)):
-        F = {
-            row["images"]: float(row["F along g, in λ"])
-            for row in rows
-            if row["alphabet"] == alphabet
-        }
+    assert markdown(rows) in PAGE
+    along = {(row["alphabet"], row["images"]): float(row["F along g, in λ"]) for row in rows}
+    falls, sees = [], []
+    for alphabet in what_q_is.ALPHABETS:
         (N,) = {float(row["N along g, in λ"]) for row in rows if row["alphabet"] == alphabet}
-        assert [round(F[1] / F[64]), round(N / F[1])] == [of_batch, of_loss]
-        assert f"{of_batch}" in page and f"1/{of_loss}" in page
+        falls.append(f"{along[alphabet, 1] / along[alphabet, 64]:.0f}")
+        sees.append(f"1/{N / along[alphabet, 1]:.0f}")
+    assert " or ".join(falls) in PAGE and " or ".join(sees) in PAGE
 
 
 @pytest.mark.slow
