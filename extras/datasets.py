@@ -111,7 +111,9 @@ def look_through(
     looks = look_at_files(files_of(found), track)
     problems += [look.fault for look in looks.values() if look.fault]
     copies: list[list[str]] = []
-    if isinstance(found, Task):  # in a pool, copies are no problem
+    # Files of the same bytes, in one part or in two; the line about parts counts these again. In a
+    # pool, copies are no problem.
+    if isinstance(found, Task):
         copies = [[str(file) for file in group] for group in find_copies(looks)]
         hashes = hash_images(found, looks)
         problems += find_shared_images(found, hashes)  # between train, val and test

@@ -95,10 +95,11 @@ def begin(out: Path, experiment: Tuning, start: Start) -> None:
     # The processes of a group share each trial, so all need the same rates and seeds, too.
     check_one_run(out, definition | grid)
     check_directory(out, definition)
-    wait_for_all()  # until each process has looked; then `write_atomic` writes in process 0 alone
+    wait_for_all()  # until each process has looked: nothing is written if one of them refuses
     if not process_0_says((out / "config.json").exists()):
         with locked(out, wait=True):
-            check_directory(out, definition)  # another process may have begun
+            check_directory(out, definition)  # the same command, started twice, may have begun
+            # `locked` and `write_atomic` act in process 0 of a group alone.
             write_atomic(out / "config.json", json.dumps(definition, indent=1))
 
 
