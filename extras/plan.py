@@ -19,8 +19,8 @@ from align import Alignment, alternations_left, prepare
 from config import AlignConfig, AnyConfig, Arch, FinetuneConfig, PretrainConfig, Record
 from data import Pool, Split
 from extras import pretrain
+from finetune import choose_rate, train
 from finetune import prepare as prepare_tuning
-from finetune import train
 from support.checkpoints import (
     Pretrained,
     build_head,
@@ -40,9 +40,16 @@ from support.looking import describe, digest_of_pool, look_at_pool
 from support.runs import check_directory, define
 from support.screen import count
 from support.starts import Start, check_starts, read_starts
-from support.trials import Tuning, check_same_starts, count_trials, read_finished, with_earlier
+from support.trials import (
+    Tuning,
+    check_same_starts,
+    count_grid_seeds,
+    count_trials,
+    read_finished,
+    with_earlier,
+)
 from support.trials import define as define_finetune
-from support.weights import OFFICIAL_FILES, SIZES, address_of, find_timm
+from support.weights import OFFICIAL_FILES, SIZES, address_of, find_timm, is_folder
 
 Seconds = dict[str, float]  # of a step or a validation, by its name
 LARGE = 384  # the width of a network that is not timed on a CPU, where a step takes minutes
@@ -128,8 +135,7 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
         f"{count(trials, 'trial')} of {count(cfg.epochs, 'epoch')} of {steps}:"
         f" {count(len(cfg.lr), 'rate')}, {count(cfg.seeds, 'seed')}"
     )
-    # More may be done: all seeds of a rate that was the best one before.
-    done = min(trials, count_done(cfg, out))
+    done = count_done(cfg, out)
     if done < trials and is_timed(experiment):
         seconds = time_finetune(experiment)
         total = (trials - done) * reckon_trial(experiment, seconds)
@@ -138,12 +144,18 @@ def plan_finetune(cfg: FinetuneConfig, out: Path) -> Record:
 
 
 def count_done(cfg: FinetuneConfig, out: Path) -> int:
-    """Return how many trials of these rates and seeds are finished in `out`.
+    """Return how many trials of a run in `out` are finished.
 
-    Trials of others may lie there, too, of commands that did not end.
+    Trials of the best rate alone count once that rate is known, when all rates have been tried.
     """
-    seeds = range(cfg.seed, cfg.seed + cfg.seeds)
-    return sum(one.lr in cfg.lr and one.seed in seeds for one in read_finished(out))
+    finished = read_finished(out)
+    first_seeds = range(cfg.seed, cfg.seed + count_grid_seeds(cfg))  # each tries every rate
+    tried = [one for one in finished if one.lr in cfg.lr and one.seed in first_seeds]
+    if len(tried) < len(cfg.lr) * len(first_seeds):
+        return len(tried)
+    best = choose_rate(tried) if tried else cfg.rate  # none are tried if there is one rate alone
+    others = range(cfg.seed + len(first_seeds), cfg.seed + cfg.seeds)
+    return len(tried) + sum(one.lr == best and one.seed in others for one in finished)
 
 
 def reckon_trial(experiment: Tuning, seconds: Seconds) -> float:
@@ -182,7 +194,8 @@ def load_what_is_here(cfg: AlignConfig | FinetuneConfig, weights: Path | None) -
     """Load the networks as a run does; make them without numbers if the weights are not here."""
     # `weights` is None for timm's own: `load_backbone` then leaves it to timm to find the file.
     file = weights or find_timm(cfg.backbone)
-    return load_backbone(cfg, weights) if file and file.exists() else empty_networks(cfg)
+    nothing_to_fetch = is_folder(cfg.backbone) or (file is not None and file.exists())
+    return load_backbone(cfg, weights) if nothing_to_fetch else empty_networks(cfg)
 
 
 def describe_experiment(experiment: Experiment[Any]) -> Record:
@@ -198,7 +211,9 @@ def describe_experiment(experiment: Experiment[Any]) -> Record:
 def describe_weights(cfg: AlignConfig | FinetuneConfig, networks: Pretrained) -> str:
     """Return where the weights come from, whether they are here, and how large their file is."""
     key = (cfg.backbone, cfg.pretext)
-    source = cfg.weights or OFFICIAL_FILES.get(key) or f"timm's own, {address_of(cfg.backbone)}"
+    source = cfg.weights or OFFICIAL_FILES.get(key)
+    if source is None:  # timm's own
+        source = cfg.backbone if is_folder(cfg.backbone) else address_of(cfg.backbone)
     # `empty_networks` makes them without numbers, and with "" as their digest.
     where = "here" if networks.sha256 else "to be fetched"
     megabytes = round(count_numbers(networks.backbone) * 4e-6)  # 4 bytes each

@@ -165,7 +165,7 @@ def take_warnings(lines: Iterable[bytes]) -> list[str]:
     found = []
     for line in lines:
         if re.search(OF_DECODERS, line):
-            found.append(line.decode().strip())
+            found.append(line.decode().strip().removeprefix("Corrupt JPEG data: "))
         else:  # not to descriptor 2: a bar on the screen stays below what sys.stderr prints
             sys.stderr.write(line.decode(errors="backslashreplace"))
             sys.stderr.flush()

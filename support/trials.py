@@ -144,9 +144,7 @@ def check_same_starts(out: Path, cfg: FinetuneConfig, starts: Sequence[Start]) -
     for trial in read_finished(out):
         if trial.seed in own and trial.start_sha256 != own[trial.seed]:
             place = out / f"lr{trial.lr}-s{trial.seed}"
-            raise UsageError(
-                f"--out {place}: is another run: content of --from is another; {REMEDY}"
-            )
+            raise UsageError(f"--out {place}: is another run: content of --from differs; {REMEDY}")
 
 
 def with_total(track: Track, trials: Sequence[Trial], cfg: FinetuneConfig) -> Track:

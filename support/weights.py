@@ -111,14 +111,18 @@ def find_safetensors(backbone: str) -> list[Path]:
     return sorted(folder.glob("*.safetensors")) if folder else []
 
 
+def is_folder(backbone: str) -> bool:
+    """Return whether a backbone is timm:local-dir:FOLDER, whose files are here or nowhere."""
+    return backbone.startswith(f"{TIMM}local-dir:")
+
+
 def find_folder(backbone: str) -> Path | None:
     """Return the folder of a network of timm: that of local-dir, or where the hub's files are kept.
 
     Returns None where the files of the hub are not on this machine.
     """
-    kind, _, place = backbone.removeprefix(TIMM).partition(":")
-    if kind == "local-dir":
-        return Path(place)
+    if is_folder(backbone):
+        return Path(backbone.removeprefix(f"{TIMM}local-dir:"))
     repository, _, revision = repository_of(backbone).partition("@")
     if not repository:  # I-JEPA's own networks in timm: torch fetches them from their authors
         return None
@@ -144,17 +148,16 @@ def repository_of(backbone: str) -> str:
 
 
 def address_of(backbone: str) -> str:
-    """Return where timm takes the weights of timm:NAME from: an address on the web, or a folder.
+    """Return the address on the web from which timm takes the weights of timm:NAME.
+
+    NAME may be one of timm's own, or hf-hub:OWNER/NAME.
 
     >>> address_of("timm:vit_tiny_patch16_224")
     'https://hf.co/timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k'
     """
     if repository := repository_of(backbone):
         return f"https://hf.co/{repository}"
-    kind, _, place = backbone.removeprefix(TIMM).partition(":")
-    if kind == "local-dir":
-        return place
-    about: Any = timm.get_pretrained_cfg(kind)  # there is no ":" in a name of timm's own
+    about: Any = timm.get_pretrained_cfg(backbone.removeprefix(TIMM))
     return str(about.url)
 
 
@@ -173,7 +176,7 @@ def follow_move(backbone: str, path: Path | None) -> str:
 
     FOLDER may have been moved since a run began, and --weights says where its files are now.
     """
-    if path is not None and backbone.startswith(f"{TIMM}local-dir:"):
+    if path is not None and is_folder(backbone):
         return f"{TIMM}local-dir:{path.parent}"
     return backbone
 

@@ -343,10 +343,10 @@ def test_each_seed_in_a_directory_keeps_its_start(
     shutil.copy(aligned / "s2/adapter.safetensors", starts / "s10")
     before = contents(tmp_path)
     for name, start in (("direct", starts), ("tuned", None), ("tuned", aligned / "s10")):
-        with pytest.raises(UsageError, match=f"{name}: .*content of --from is another"):
+        with pytest.raises(UsageError, match=f"{name}: .*content of --from differs"):
             tune(weights, tmp_path / name, lr=(1e-2,), start=start)
     for rates in ((1e-2,), (1e-3, 1e-2)):
-        with pytest.raises(UsageError, match=r"lr0.01-s1: .*content of --from is another"):
+        with pytest.raises(UsageError, match=r"lr0.01-s1: .*content of --from differs"):
             tune(weights, tmp_path / "tuned", lr=rates, start=starts, seeds=2)
     assert contents(tmp_path) == before
 

@@ -92,17 +92,23 @@ def make_pool() -> None:
         Image.new("RGB", (20, 20), (50 * number, 0, 0)).save(f"pool/{number}.png")
 
 
-def test_trials_of_other_rates_and_seeds_are_not_counted_as_done(tmp_path: Path) -> None:
-    """Of four finished trials one is the plan's; a copy has another name."""
-    ended = {"val": None, "start_sha256": None, "start_cpu_seconds": 0}
-    ended |= {"cpu_seconds": 1, "seconds": 1}
-    for rate, seed in ((0.01, 3), (0.01, 0), (0.1, 3)):
+@pytest.mark.parametrize(("accuracy", "done"), [(None, 1), (60.0, 2), (40.0, 4)])
+def test_trials_are_done_if_their_rate_is_known_to_be_the_best(
+    accuracy: float | None, done: int, tmp_path: Path
+) -> None:
+    """0.01 has three seeds with 50 %. 0.1 is added: it is not tried yet, or better, or worse."""
+    told = {"start_sha256": None, "start_cpu_seconds": 0, "cpu_seconds": 1, "seconds": 1}
+    trials = [(0.01, 0, 50.0), (0.01, 1, 50.0), (0.01, 2, 50.0)]
+    trials += [(0.1, 0, accuracy)] if accuracy else []
+    for rate, seed, percent in trials:
+        val = {"accuracy": percent, "loss": 1.0}
         place = tmp_path / f"lr{rate}-s{seed}"
         place.mkdir()
-        (place / "result.json").write_text(json.dumps({"lr": rate, "seed": seed} | ended))
-    shutil.copytree(tmp_path / "lr0.01-s3", tmp_path / "lr0.01-s3 (copy)")
-    cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", lr=(0.01,), seeds=2, seed=3)
-    assert count_done(cfg, tmp_path) == 1
+        content = json.dumps({"lr": rate, "seed": seed, "val": val} | told)
+        (place / "result.json").write_text(content)
+    shutil.copytree(tmp_path / "lr0.01-s1", tmp_path / "lr0.01-s1 (copy)")
+    cfg = FinetuneConfig(backbone="vit_mini", dataset="dtd", lr=(0.01, 0.1), seeds=3)
+    assert count_done(cfg, tmp_path) == done
 
 
 def test_pretraining_is_timed_and_its_directory_looked_at() -> None:

@@ -73,11 +73,11 @@ def test_data_of_ones_own_is_handed_in_and_recorded_by_its_digest(
     start = FinetuneConfig.from_align(run, **PEFT_SETTINGS | {"batch": 8})
     with pytest.raises(UsageError, match="own"):
         finetune(start, tmp_path / "tuned")
-    tuned = finetune(start, tmp_path / "tuned", task=task)
+    tuned = finetune(start, str(tmp_path / "tuned"), task=task)
     (test,) = tuned.tests
     assert test.right is not None and 100 * test.right / 8 == test.accuracy
 
-    assert align(cfg, run, task=task, pool=pool) == result  # a finished run is read
+    assert align(cfg, str(run), task=task, pool=pool) == result  # a finished run is read
     other = tmp_path / "other"
     align(cfg.replace(seed=1), other, task=task, pool=pool)
     with pytest.raises(UsageError, match="--from"):  # no result of another start is given

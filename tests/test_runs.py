@@ -108,7 +108,7 @@ def test_other_settings_are_refused_with_both_values_and_digests_by_what_they_ar
         begin(tmp_path, digests=digests, seed=1, lam=0.5)
     names = {"weights": "--weights", "start": "--from", "pretext": "--pretext", "pool": "--pool"}
     for name, flag in names.items():
-        with pytest.raises(UsageError, match=f"content of {flag} is another;"):
+        with pytest.raises(UsageError, match=f"content of {flag} differs;"):
             begin(tmp_path, digests=digests | {f"{name}_sha256": "2" * 64})
 
 
@@ -586,7 +586,7 @@ def test_a_run_goes_on_with_the_same_settings_weights_and_pool_alone(weights: Pa
     assert cut(line, lambda: os.kill(os.getpid(), signal.SIGHUP), "checkpoint.pt") == 129
     assert "lam 0.001 -> 0.5" in refusal(f"{line} --lam 0.5")
     Path("pool/0.png").rename("pool/x.png")
-    assert "content of --pool is another" in refusal(line)
+    assert "content of --pool differs" in refusal(line)
     Path("pool/x.png").rename("pool/0.png")
     Path("pool").rename("elsewhere")
     Path("pool").symlink_to("elsewhere")

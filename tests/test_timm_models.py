@@ -211,6 +211,14 @@ def to_folder(vit: Any, **said: Any) -> None:
     Path("own/config.json").write_text(json.dumps(content | said))
 
 
+def test_a_folder_without_weights_is_refused_by_the_dry_run_too(vit: Any) -> None:
+    """Nothing of a folder could be fetched."""
+    to_folder(vit)
+    Path("own/model.safetensors").unlink()
+    said = refusal(f"finetune --backbone timm:local-dir:own {PEFT} --dry-run")
+    assert "timm:local-dir:own" in said and "--weights FILE" in said
+
+
 def with_class_token() -> Any:
     """A network that its name NAME alone does not give."""
     return timm.create_model(NAME, img_size=32, class_token=True, num_classes=0)
