@@ -20,7 +20,7 @@ from toy import (
     refusal,
 )
 
-from align import AlignResult, align, new_pretext_task, start_state
+from align import AlignResult, align, new_pretext_task, prepare, start_state
 from bisslight import Passes
 from config import (
     ALIGNED_RATES,
@@ -68,6 +68,19 @@ def test_a_finished_run_is_read_again(short: AlignResult, weights: Path) -> None
     before = contents(Path(short.out))
     assert align(align_settings(weights, eval_every=2), Path(short.out)) == short
     assert contents(Path(short.out)) == before
+
+
+def test_preparing_leaves_the_networks_of_the_experiment_and_the_tasks_as_they_were(
+    weights: Path,
+) -> None:
+    """Another run may share the experiment; Algorithm 1 changes φ_P in its own copy."""
+    experiment = open_experiment(align_settings(weights, decoder="random"))
+    before = {name: x.clone() for name, x in experiment.networks.head.state_dict().items()}
+    prepared = prepare(experiment)
+    for name, tensor in experiment.networks.head.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    for name, tensor in prepared.pretext_task.phi.items():
+        assert tensor.data_ptr() != prepared.state.phi_P[name].data_ptr()
 
 
 def test_a_run_without_an_upper_level_tells_nothing_of_q(weights: Path, tmp_path: Path) -> None:

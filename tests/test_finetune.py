@@ -68,10 +68,11 @@ def test_a_run_grows_keeps_its_trials_and_tests_and_never_shrinks(
     tune(weights, tmp_path / "grown", lr=(1e-3, 1e-4), epochs=1)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("grown/lr*/*.json")}
     assert len(kept) == 5  # result and config of both, one test
-    grown = tune(weights, tmp_path / "grown", lr=(1e-2,), seeds=2, epochs=1)
+    sizes: Any = {"seeds": 2, "grid_seeds": 2, "epochs": 1}
+    grown = tune(weights, tmp_path / "grown", lr=(1e-2,), **sizes)
     for path, written in kept.items():
         assert path.stat().st_mtime_ns == written
-    whole = tune(weights, tmp_path / "whole", lr=(1e-3, 1e-2, 1e-4), seeds=2, epochs=1)
+    whole = tune(weights, tmp_path / "whole", lr=(1e-3, 1e-2, 1e-4), **sizes)
     assert without_time(grown) == without_time(whole)
     trials = [json.loads(file.read_text()) for file in tmp_path.glob("grown/lr*/result.json")]
     for name, seconds in (("seconds", grown.seconds), ("cpu_seconds", grown.cpu_seconds)):
@@ -333,21 +334,21 @@ def test_each_seed_in_a_directory_keeps_its_start(
     weights: Path, aligned: Path, tmp_path: Path
 ) -> None:
     """No arm takes over another one's directory. Then the second seed's align run is replaced,
-    while the start of the first one stands in config.json.
+    while the start of the first one stands in config.json. The seeds are 5 and 6.
     """
     starts = shutil.copytree(aligned, tmp_path / "starts")
-    tune(weights, tmp_path / "direct", lr=(1e-2,))
-    tune(weights, tmp_path / "tuned", lr=(1e-2,), start=starts / "s2")
-    tune(weights, tmp_path / "tuned", lr=(1e-2,), start=starts, seeds=2)  # more seeds go on
+    tune(weights, tmp_path / "direct", lr=(1e-2,), seed=5)
+    tune(weights, tmp_path / "tuned", lr=(1e-2,), seed=5, start=starts / "s2")
+    tune(weights, tmp_path / "tuned", lr=(1e-2,), seed=5, start=starts, seeds=2)  # goes on
     assert read_arm(tmp_path / "tuned").unit == "2 x align (2 seeds), 2 x finetune (2 seeds)"
     shutil.copy(aligned / "s2/adapter.safetensors", starts / "s10")
     before = contents(tmp_path)
     for name, start in (("direct", starts), ("tuned", None), ("tuned", aligned / "s10")):
         with pytest.raises(UsageError, match=f"{name}: .*content of --from differs"):
-            tune(weights, tmp_path / name, lr=(1e-2,), start=start)
+            tune(weights, tmp_path / name, lr=(1e-2,), seed=5, start=start)
     for rates in ((1e-2,), (1e-3, 1e-2)):
-        with pytest.raises(UsageError, match=r"lr0.01-s1: .*content of --from differs"):
-            tune(weights, tmp_path / "tuned", lr=rates, start=starts, seeds=2)
+        with pytest.raises(UsageError, match=r"lr0.01-s6: .*content of --from differs"):
+            tune(weights, tmp_path / "tuned", lr=rates, seed=5, start=starts, seeds=2)
     assert contents(tmp_path) == before
 
 

@@ -154,6 +154,7 @@ def test_the_teacher_is_an_average_of_theta_on_the_same_network() -> None:
     """θ_T after three steps by hand; targets are ψ's under θ_T; the loss is pure."""
     theta = init_theta(3, 2, 32, rng(0, "x")).double()
     t, by_hand, now = aligning(theta), theta.clone(), theta.clone()
+    theta.zero_()  # as training, which changes θ_P in place, and not θ_T
     for i in range(3):
         now = now + torch.randn(now.shape, generator=rng(i, "x"), dtype=torch.float64)
         m = 0.9 + i * 0.1 / 4
